@@ -1,0 +1,57 @@
+# `make demo` and `make test` do all the set-up by themselves; `make help` lists the rest.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+# Extra words for pip, e.g. `make test PIP_ARGS=--no-cache-dir`.
+PIP_ARGS ?=
+DEMO_ARGS ?=
+PYTEST_ARGS ?= -q -n 2 --dist loadfile
+BENCH_ARGS ?=
+
+.DEFAULT_GOAL := help
+# Both stamps install into one environment, so they may not run at the same time.
+.NOTPARALLEL:
+.PHONY: help demo test check bench clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.demo.stamp ## Train PPO on CartPole-v1 and draw its learning curve
+	$(PY) examples/ppo_cartpole.py --plot learning_curve.png $(DEMO_ARGS)
+
+test: $(VENV)/.dev.stamp ## Run the tests (PYTEST_ARGS="-k loop" to choose)
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.dev.stamp ## Lint, formatting, types, layer rule, spelling
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(BIN)/lint-imports --no-cache
+	$(PY) -m codespell_lib .
+
+bench: $(VENV)/.dev.stamp ## Compare with other ways of collecting (BENCH_ARGS="--help" for options)
+	$(PY) benchmarks/run.py $(BENCH_ARGS)
+
+clean: ## Remove the environment, caches and what the demo wrote
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -f learning_curve.png
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "swath needs Python 3.10 or newer, and '$(PYTHON)' is not. Name another: make PYTHON=python3.12 ..."; \
+		exit 1; }
+	@echo "==> Creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { \
+		rm -rf $(VENV); \
+		echo "'$(PYTHON) -m venv' failed. On Debian and Ubuntu it is in the package python3-venv."; \
+		exit 1; }
+
+# .demo.stamp and .dev.stamp: the package, editable, with the extra of that name.
+$(VENV)/.%.stamp: pyproject.toml constraints.txt | $(PY)
+	@echo "==> Installing swath[$*] into $(VENV). The first time this downloads torch and takes some minutes."
+	$(PY) -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[$*]"
+	@touch $@
+	@echo "==> Installed swath[$*]"

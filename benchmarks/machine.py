@@ -1,0 +1,46 @@
+"""What a figure was measured on: enough to judge it, nothing that names the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+"""Set to 1 for every contestant before it imports anything; torch is told the same."""
+
+_PACKAGES = ("swath", "torchrl", "torch", "tensordict", "gymnasium", "numpy")
+
+
+def facts() -> dict[str, str]:
+    """Processor, cores, system and versions."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": str(_usable_cores()),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        **{package: _version(package) for package in _PACKAGES},
+    }
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or "unknown")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,83 @@
+"""Results as a page that can be read without having seen the code."""
+
+from __future__ import annotations
+
+from benchmarks.contestants import CONTESTANTS
+from benchmarks.results import Results, Series, Spread
+from benchmarks.workloads import WORKLOADS
+
+BUSY = 0.9
+"""Below this share of a processor the figure was disturbed by other work, and the page says so."""
+
+
+def markdown(results: Results) -> str:
+    """The whole page."""
+    parts = ["# Benchmark results", _conditions(results)]
+    parts += [_table(results, workload) for workload in results.series]
+    parts.append(_legend(results))
+    return "\n\n".join(parts) + "\n"
+
+
+def _conditions(results: Results) -> str:
+    facts = dict(results.machine)
+    cpu, cores, system = facts.pop("cpu"), facts.pop("cores"), facts.pop("system")
+    versions = ", ".join(f"{name} {version}" for name, version in facts.items())
+    return (
+        f"{cpu}, {cores} cores, {system}; {versions}.\n\n"
+        f"{results.rounds} rounds of {results.seconds:g} s per figure after a warm-up, a new "
+        "process for each figure,\ncontestants taking turns. One thread for everybody "
+        "(`torch.set_num_threads(1)`; OMP, MKL and OpenBLAS set\nto 1). Frames per second: median "
+        "and, in brackets, lowest to highest round. Ratio: swath's rate divided by\nthe "
+        "contestant's, taken within each round, then median and range over the rounds. Before the "
+        "clock starts,\n"
+        "each contestant that stores data must deliver two batches with the same agreed content, "
+        "final\nobservations and log-probs included."
+    )
+
+
+def _table(results: Results, workload: str) -> str:
+    info = WORKLOADS[workload]
+    lines = [
+        f"## {workload}: {info.title}, {info.frames_per_batch} frames per batch",
+        "",
+        "| contestant | frames/s | swath is faster by |",
+        "|---|---:|---:|",
+    ]
+    for name, series in results.series[workload].items():
+        ratio = "" if name == "swath" else _ratio(results.ratio(workload, "swath", name))
+        lines.append(f"| {name} | {_rate(series)} | {ratio} |")
+    notes = [
+        note for name, series in results.series[workload].items() for note in _notes(name, series)
+    ]
+    return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def _rate(series: Series) -> str:
+    spread = series.spread
+    if spread is None:
+        return "failed"
+    return f"{spread.median:,.0f} ({spread.low:,.0f} to {spread.high:,.0f})"
+
+
+def _ratio(spread: Spread | None) -> str:
+    if spread is None:
+        return "-"
+    return f"{spread.median:.2f}x ({spread.low:.2f} to {spread.high:.2f})"
+
+
+def _notes(name: str, series: Series) -> list[str]:
+    """What the reader must know before trusting a row."""
+    notes = []
+    if series.failures:
+        reasons = "; ".join(dict.fromkeys(series.failures))
+        notes.append(f"- {name} failed in {len(series.failures)} round(s): {reasons}")
+    disturbed = sum(share < BUSY for share in series.cpu_shares)
+    if disturbed:
+        notes.append(f"- {name}: in {disturbed} round(s) it had less than {BUSY:.0%} of a core")
+    return notes
+
+
+def _legend(results: Results) -> str:
+    shown = {name for contestants in results.series.values() for name in contestants}
+    lines = [f"- **{name}**: {text}" for name, text in CONTESTANTS.items() if name in shown]
+    return "\n".join(["## Contestants", "", *lines])

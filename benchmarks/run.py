@@ -1,0 +1,138 @@
+"""The comparison: `python -m benchmarks.run`.
+
+Every figure comes from a process of its own. Contestants take turns (A B C, A B C, ...), so that a
+busy minute of the machine falls on all of them; a round measures everybody once, and a ratio is
+taken within a round before the median is taken over rounds. Absolute rates depend on the machine,
+ratios hardly.
+
+A full run writes `RESULTS.md` and `results.json` beside this file. A partial or quick one only
+writes where it is told to, so that it cannot replace the published table by accident.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import machine, report
+from benchmarks.contestants import CONTESTANTS
+from benchmarks.results import Results
+from benchmarks.workloads import WORKLOADS
+
+HERE = Path(__file__).resolve().parent
+TIMEOUT = 180.0
+"""Seconds for one figure, imports and warm-up included; longer is a failure with that reason."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run."""
+
+    workloads: list[str]
+    contestants: list[str]
+    rounds: int
+    seconds: float
+
+    @property
+    def full(self) -> bool:
+        return len(self.workloads) == len(WORKLOADS) and len(self.contestants) == len(CONTESTANTS)
+
+
+def run(plan: Plan) -> Results:
+    """All rounds; one line of progress per figure."""
+    results = Results(machine.facts(), plan.rounds, plan.seconds)
+    total = plan.rounds * len(plan.workloads) * len(plan.contestants)
+    done, started = 0, time.monotonic()
+    for round_ in range(plan.rounds):
+        for workload in plan.workloads:
+            for contestant in plan.contestants:
+                done += 1
+                outcome = _measure(workload, contestant, plan.seconds)
+                results.add(workload, contestant, outcome)
+                left = (time.monotonic() - started) / done * (total - done)
+                print(
+                    f"[{done}/{total}, {left / 60:.0f} min left] round {round_ + 1} "
+                    f"{workload} {contestant:13s} {_short(outcome)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    return results
+
+
+def _measure(workload: str, contestant: str, seconds: float) -> dict[str, object]:
+    """One figure from a fresh process; whatever goes wrong becomes `{"failed": reason}`."""
+    command = [sys.executable, "-m", "benchmarks.measure", workload, contestant]
+    try:
+        finished = subprocess.run(
+            [*command, "--seconds", str(seconds)],
+            env={**os.environ, **dict.fromkeys(machine.THREAD_VARIABLES, "1")},
+            cwd=HERE.parent,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT + seconds,
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no result within {TIMEOUT + seconds:.0f} s"}
+    for line in reversed(finished.stdout.splitlines()):
+        if line.startswith("{"):  # the last such line: a library may print lines of its own
+            outcome: dict[str, object] = json.loads(line)
+            return outcome
+    last = (finished.stderr.strip().splitlines() or ["no output"])[-1]
+    return {"failed": f"ended with code {finished.returncode}: {last[:200]}"}
+
+
+def _short(outcome: dict[str, object]) -> str:
+    if "failed" in outcome:
+        return f"FAILED: {outcome['failed']}"
+    return f"{outcome['frames_per_second']:10,.0f} frames/s"
+
+
+def _names(known: dict[str, object]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(
+                f"{', '.join(unknown)} not known; there are {', '.join(known)}"
+            )
+        return names
+
+    return parse
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--workloads", type=_names(dict(WORKLOADS)), default=list(WORKLOADS), metavar="W1,W2")
+    add("--contestants", type=_names(dict(CONTESTANTS)), default=list(CONTESTANTS), metavar="A,B")
+    add("--rounds", type=int, default=5)
+    add("--seconds", type=float, default=2.5, help="measured time per figure")
+    add("--quick", action="store_true", help="2 rounds of 1 s: a look, not a result")
+    add("--json", type=Path, help="where to write the figures")
+    add("--markdown", type=Path, help="where to write the table")
+    args = parser.parse_args()
+    rounds, seconds = (2, 1.0) if args.quick else (args.rounds, args.seconds)
+    plan = Plan(args.workloads, args.contestants, rounds, seconds)
+
+    results = run(plan)
+    table = report.markdown(results)
+    print(table)
+    publish = plan.full and not args.quick
+    json_path = args.json or (HERE / "results.json" if publish else None)
+    markdown_path = args.markdown or (HERE / "RESULTS.md" if publish else None)
+    if json_path:
+        json_path.write_text(json.dumps(results.as_json(), indent=1) + "\n")
+    if markdown_path:
+        markdown_path.write_text(table)
+
+
+if __name__ == "__main__":
+    main()

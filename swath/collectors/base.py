@@ -1,0 +1,282 @@
+"""BaseCollector: what all collectors share."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, fields
+from typing import Any, ClassVar
+
+from tensordict import TensorDictBase
+from torch.utils.data import IterableDataset
+
+from swath.collectors.config import CollectorConfig, Hook
+from swath.collectors.paths import follow
+from swath.collectors.profile import ProfileConfig, ProfilingHook
+from swath.collectors.progress import Progress
+from swath.collectors.weights import requested_weights, warn_of_old_name
+from swath.rollout.trajectories import TrajectoryAssembler
+
+
+class BaseCollector(IterableDataset[Any], ABC):
+    """Iterating over a collector gives batches of experience.
+
+    Use it in a `with` block, or call `shutdown()` at the end. `for`, `iter`/`next` and `.next()` all continue the same
+    stream; leaving a loop early leaves the collector usable.
+    """
+
+    config_class: ClassVar[type[CollectorConfig]] = CollectorConfig
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Show the config's fields as arguments, where they are documented once for all collectors."""
+        super().__init_subclass__(**kwargs)
+        if "__signature__" not in cls.__dict__:
+            cls.__signature__ = _signature(cls.config_class)  # type: ignore[attr-defined]
+
+    def __init__(self, config: CollectorConfig) -> None:
+        """Keep the checked `config`."""
+        self.config = config
+        self.closed = False
+        self._assembler = TrajectoryAssembler()
+        self._iterating = False
+        self._stream: Iterator[TensorDictBase | None] | None = None
+        self._worker_idx = config.worker_idx
+        self._pre_hook = config.pre_collect_hook
+        self._post_hook: Hook | None = config.post_collect_hook
+        self._profile: ProfilingHook | None = None
+
+    # -- iterating ---------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Batches until `total_frames` are delivered; after an error, everything is shut down."""
+        self._iterating = True
+        source = self.iterator() if self.config.trajs_per_batch is None else self._episodes()
+        try:
+            with Progress(self) if self.config.progress else contextlib.nullcontext() as progress:
+                for batch in source:
+                    if progress is not None:
+                        progress.update()
+                    yield batch
+        except GeneratorExit:  # the consumer has left the loop, and may come back
+            raise
+        except BaseException:
+            self.shutdown(raise_on_error=False)
+            raise
+
+    @abstractmethod
+    def iterator(self) -> Iterator[TensorDictBase]:
+        """Fixed-frame batches, whatever `trajs_per_batch` says."""
+
+    def _episodes(self) -> Iterator[TensorDictBase]:
+        """Batches of `trajs_per_batch` complete episodes, in the order in which they ended."""
+        count, form = self.config.trajs_per_batch, self.config.traj_format or "padded"
+        assert count is not None
+        for batch in self._raw_batches():
+            self._assembler.add(batch)
+            del batch  # its frames are copied: the slot may be used for the next
+            while self._assembler.ready >= count:
+                yield self._deliver(self._assembler.take(count, form))
+        self._assembler.clear()
+
+    @abstractmethod
+    def _raw_batches(self) -> Iterator[TensorDictBase]:
+        """Fixed-frame batches before any post-processing."""
+
+    def _deliver(self, batch: TensorDictBase) -> TensorDictBase:
+        """Post-process a batch and call the hook."""
+        if self.config.postproc is not None:
+            batch = self.config.postproc(batch)
+        if self._post_hook is not None:
+            self._post_hook(batch)
+        return batch
+
+    def next(self) -> TensorDictBase | None:
+        """The next batch, or None when there are no more."""
+        if self._stream is None:
+            self._stream = iter(self)
+        batch = next(self._stream, None)
+        if batch is None:
+            self._stream = None
+        return batch
+
+    def __len__(self) -> int:
+        """Number of batches; endless collectors have none."""
+        if self.config.total_frames < 0:
+            raise RuntimeError("An endless collector (total_frames=-1) has no length.")
+        return -(-self.config.total_frames // self.requested_frames_per_batch)
+
+    @property
+    @abstractmethod
+    def requested_frames_per_batch(self) -> int:
+        """Frames in a batch: `frames_per_batch` rounded up to whole steps of all lanes."""
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """Stop and free everything. May be called again, and after any error."""
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """Shut down a collector that was started in the background; others are simply shut down."""
+        self.shutdown(timeout=timeout, close_env=close_env)
+
+    def start(self) -> None:
+        """Collect in the background; needs a replay buffer to write to."""
+        raise RuntimeError(
+            f"{type(self).__name__}.start() collects in the background into a replay buffer, but has none: iterate over "
+            "the collector instead."
+        )
+
+    def pause(self) -> Any:
+        """A context in which background collection rests."""
+        raise NotImplementedError(f"{type(self).__name__} does not collect in the background.")
+
+    def is_running(self) -> bool:
+        """Whether it collects in the background."""
+        return False
+
+    def __enter__(self) -> BaseCollector:
+        """Use the collector in a `with` block, at whose end it is shut down."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Shut down."""
+        self.shutdown()
+
+    def __del__(self) -> None:
+        """Free what a forgotten `shutdown` left."""
+        if not getattr(self, "closed", True):
+            with contextlib.suppress(Exception):
+                self.shutdown(raise_on_error=False)
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed envs and policy noise and begin new episodes; returns a seed that is still unused."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to go on elsewhere."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Go on from a saved state."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, Any]:
+        """Cheap numbers about what happened so far."""
+
+    @property
+    def worker_idx(self) -> int:
+        """The index of this worker among others."""
+        if self._worker_idx is None:
+            raise RuntimeError("This collector has no worker_idx; give it one in the constructor or set it.")
+        return self._worker_idx
+
+    @worker_idx.setter
+    def worker_idx(self, index: int) -> None:
+        self._worker_idx = index
+
+    # -- weights -----------------------------------------------------------------------------------------------
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        /,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        worker_ids: int | Sequence[int] | None = None,
+        model_id: str | None = None,
+        weights_dict: dict[str, Any] | None = None,
+        policy_weights: Any = None,
+    ) -> None:
+        """Act with new weights from the next batch on, and count one version up.
+
+        Without arguments they come from the policy that the collector was given. Otherwise they are a module, a
+        TensorDict, a (state) dict, or a dict of these by worker index; `model_id` or `weights_dict` name other models.
+        """
+        if policy_weights is not None:
+            warn_of_old_name()
+            weights = policy_weights if weights is None else weights
+        requested = requested_weights(policy_or_weights, weights, policy, model_id, weights_dict)
+        self._update_weights(requested, [worker_ids] if isinstance(worker_ids, int) else worker_ids)
+
+    @abstractmethod
+    def _update_weights(self, requested: dict[str, Any], worker_ids: Sequence[int] | None) -> None:
+        """Apply weights by model id; a source of None is the collector's own policy."""
+
+    # -- hooks and reflection ----------------------------------------------------------------------------------
+
+    @property
+    def pre_collect_hook(self) -> Callable[[], Any] | None:
+        """Called before every rollout."""
+        return self._pre_hook
+
+    @property
+    def post_collect_hook(self) -> Hook | None:
+        """Called with every batch before it is delivered."""
+        return self._post_hook
+
+    def set_post_collect_hook(self, hook: Hook | None) -> None:
+        """Replace the hook that is called with every batch."""
+        self._post_hook = hook
+
+    def get_distant_attr(self, path: str) -> Any:
+        """The object at `path`, such as `env.batch_size` or `env.envs[0]`."""
+        return follow(self, path)
+
+    def cascade_execute(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the method at `path`; a plain attribute is returned as it is."""
+        found = follow(self, path)
+        if callable(found):
+            return found(*args, **kwargs)
+        if args or kwargs:
+            raise ValueError(f"{path!r} is {found!r}, which cannot be called with arguments.")
+        return found
+
+    def map_fn(
+        self, name: str, list_of_args: Sequence[Sequence[Any]], list_of_kwargs: Sequence[dict[str, Any]] | None = None
+    ) -> list[Any]:
+        """Call the method at `name` once for each set of arguments."""
+        kwargs = [{}] * len(list_of_args) if list_of_kwargs is None else list_of_kwargs
+        if len(list_of_args) != len(kwargs):
+            raise ValueError(f"map_fn got {len(list_of_args)} sets of arguments and {len(kwargs)} of keyword arguments.")
+        method = follow(self, name)
+        if not callable(method):
+            raise AttributeError(f"{name!r} is {method!r}, which cannot be called.")
+        return [method(*args, **kw) for args, kw in zip(list_of_args, kwargs, strict=True)]
+
+    def enable_profile(self, **options: Any) -> None:
+        """Trace the first rollouts with torch's profiler; see `ProfileConfig` for the options."""
+        if self._iterating:
+            raise RuntimeError("enable_profile must be called before the first batch is collected.")
+        config = ProfileConfig(**options)
+        self.disable_profile()
+        self._profile = ProfilingHook(config, self._worker_idx or 0, self._post_hook)
+        self._post_hook = self._profile
+
+    def disable_profile(self) -> None:
+        """Stop tracing and put the previous hook back."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._post_hook = self._profile.inner
+            self._profile = None
+
+    @property
+    def profile_config(self) -> ProfileConfig | None:
+        """How the collector is being profiled, if it is."""
+        return None if self._profile is None else self._profile.config
+
+
+def _signature(config_class: type[CollectorConfig]) -> inspect.Signature:
+    def keyword(name: str, default: Any) -> inspect.Parameter:
+        given = inspect.Parameter.empty if default is MISSING else default
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=given)
+
+    both = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter("create_env_fn", both), inspect.Parameter("policy", both, default=None)]
+    return inspect.Signature(parameters + [keyword(field.name, field.default) for field in fields(config_class)])

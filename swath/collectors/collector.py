@@ -1,0 +1,357 @@
+"""Collector: experience from envs in this process."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from swath.collectors.base import BaseCollector
+from swath.collectors.config import CollectorConfig, PolicyVersion
+from swath.collectors.paths import follow
+from swath.collectors.utils import split_trajectories
+from swath.collectors.weights import POLICY_ID, for_worker, put_weights
+from swath.envs import EnvBase, as_env
+from swath.errors import ClosedError, suggestion
+from swath.keys import STEP_COUNT, nest
+from swath.modules import RandomPolicy, as_policy
+from swath.rollout import FrameBudget, LoopSettings, RolloutLoop
+
+
+class Collector(BaseCollector):
+    """Runs a policy in an env, in this process, and delivers batches `[*env.batch_size, T]`.
+
+    Args:
+        create_env_fn: an env, or a function that returns one.
+        policy: what acts; None acts at random.
+        options: everything else by name; see `CollectorConfig` for what there is.
+    """
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+        """Check the arguments, make env and policy, and reset the env."""
+        self.closed = True  # until there is something to shut down
+        config = CollectorConfig.from_arguments(type(self).__name__, options)
+        if policy is not None and config.policy_factory is not None:
+            raise TypeError("Give either policy or policy_factory, not both.")
+        super().__init__(config)
+        self._devices = config.devices
+        self.env = as_env(_only_one(create_env_fn), config.create_env_kwargs)
+        try:
+            self._check_env(self.env)
+            given = config.policy_factory() if config.policy_factory is not None else policy
+            self._prepare_policy(as_given(given, self.env, config))
+            self._loop = RolloutLoop(self.env, self.policy, self._settings())
+        except BaseException:
+            self.env.close()
+            raise
+        self.closed = False
+        lanes = self.env.num_lanes
+        self.frames_per_batch = -(-config.frames_per_batch // lanes)
+        """Steps in a batch: every lane makes so many."""
+        if config.frames_per_batch % lanes:
+            warnings.warn(
+                f"frames_per_batch={config.frames_per_batch} is rounded up to {self.requested_frames_per_batch}, whole "
+                f"steps of {lanes} lanes.",
+                stacklevel=2,
+            )
+        self._budget = FrameBudget(config.total_frames, lanes)
+        self._batches = 0
+        self._delivered_at: float | None = None
+        self._same: TensorDictBase | None = None
+
+    def _check_env(self, env: EnvBase) -> None:
+        config = self.config
+        if config.max_frames_per_traj and config.max_frames_per_traj > 0 and STEP_COUNT in env.observation_keys:
+            raise ValueError(
+                f"max_frames_per_traj={config.max_frames_per_traj} counts steps in {STEP_COUNT!r}, but the env writes an "
+                "entry of that name already. Let one of them go."
+            )
+        if config.set_truncated and not env.has_truncated:
+            raise RuntimeError(f"set_truncated=True needs a 'truncated' entry, which {env!r} has not.")
+        if config.track_policy_version is True and env.batch_size:
+            raise RuntimeError(
+                "track_policy_version=True is for a single env; for one with the batch size "
+                f"{list(env.batch_size)} pass track_policy_version=PolicyVersion() from swath.collectors."
+            )
+
+    def _prepare_policy(self, policy: Any) -> None:
+        """Keep the user's policy, and act with a copy of it where it lies on another device."""
+        self._given_policy = policy
+        self.policy = policy
+        device = self._devices.policy
+        if device is not None and isinstance(policy, nn.Module):
+            places = {tensor.device for tensor in (*policy.parameters(), *policy.buffers())}
+            if places and places != {device}:
+                self.policy = copy.deepcopy(policy).to(device)
+
+    def _settings(self) -> LoopSettings:
+        config = self.config
+        limit = config.max_frames_per_traj
+        return LoopSettings(
+            max_frames_per_traj=limit if limit is not None and limit > 0 else None,
+            exploration=config.exploration_type,
+            track_traj_ids=config.track_traj_ids,
+            track_version=isinstance(config.track_policy_version, PolicyVersion) or config.track_policy_version,
+            compact_obs=config.compact_obs,
+            set_truncated=config.set_truncated,
+            worker=config.worker_idx or 0,
+            policy_device=self._devices.away_from(self.env.rows_device),
+            interruptor=config.interruptor,
+            fast_policy=config.fast_policy,
+            opaque_policy=bool(config.trust_policy),
+        )
+
+    # -- collecting --------------------------------------------------------------------------------------------
+
+    @property
+    def requested_frames_per_batch(self) -> int:
+        """Frames in a batch: whole steps of all lanes."""
+        return self.frames_per_batch * self.env.num_lanes
+
+    def iterator(self) -> Iterator[TensorDictBase]:
+        """Fixed-frame batches until the budget is spent, which closes the env."""
+        for batch in self._raw_batches():
+            if self.config.split_trajs:
+                batch = split_trajectories(batch)
+            batch = self._deliver(batch)
+            if self.config.return_same_td:
+                batch = self._same = batch.clone() if self._same is None else self._same.update_(batch)
+            yield batch
+
+    def _raw_batches(self) -> Iterator[TensorDictBase]:
+        while not self._budget.is_spent and not self.closed:
+            yield self.rollout()
+        self.shutdown()
+
+    def rollout(self) -> TensorDictBase:
+        """One batch as it was collected, before any post-processing."""
+        if self.closed:
+            raise ClosedError("This collector is shut down; make a new one.")
+        if self._delivered_at is not None:
+            self._loop.stats.timings.waiting += perf_counter() - self._delivered_at
+        if self._pre_hook is not None:
+            self._pre_hook()
+        if self.config.reset_at_each_iter and self._batches:
+            self.reset()
+        loop = self._loop
+        slot = loop.arena.acquire(self._budget.steps(self.frames_per_batch) or self.frames_per_batch)
+        receipt = loop.collect(slot, random=self._budget.spent < (self.config.init_random_frames or 0))
+        self._budget.spend(receipt.frames)
+        self._batches += 1
+        batch_size = (*self.env.batch_size, receipt.steps)
+        batch = TensorDict(
+            nest(slot.lend(loop.delivered, receipt.steps)),
+            batch_size=batch_size,
+            names=[*(None,) * len(self.env.batch_size), "time"],
+        )
+        device = self._devices.storing
+        if device is not None:
+            batch = batch.to(device, non_blocking=self.config.no_cuda_sync)
+        self._delivered_at = perf_counter()
+        return batch
+
+    def reset(self, index: Any = None) -> None:
+        """Begin new episodes with new ids: in all lanes, or in those of `index` (indices or a mask)."""
+        lanes = list(range(self.env.num_lanes))
+        if index is not None:
+            if not self.env.batch_size:
+                raise RuntimeError("reset(index) chooses among lanes, but this env has no batch dimension.")
+            lanes = torch.arange(self.env.num_lanes)[torch.as_tensor(index)].reshape(-1).tolist()
+        if not self.config.set_truncated:
+            self._assembler.drop(self._loop.lanes.ids.current[lanes].tolist())
+        self._loop.lanes.restart(lanes)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed every lane and the policy's noise, and begin new episodes: the next batch depends on `seed` alone."""
+        following = self.env.set_seed(seed, static_seed)
+        self._loop.randomness.seed(seed, self.config.worker_idx or 0)
+        fresh = self._loop.lanes.ids
+        before = (fresh.count, fresh.current.copy())
+        self.reset()
+        if not self._loop.stats.frames:  # no frame has an id yet, so none needs a new one
+            fresh.count, fresh.current = before
+        return following
+
+    # -- weights -----------------------------------------------------------------------------------------------
+
+    def _update_weights(self, requested: dict[str, Any], worker_ids: Sequence[int] | None) -> None:
+        worker = self.config.worker_idx or 0
+        if worker_ids is not None and worker not in worker_ids:
+            return
+        targets = {model_id: self._find_model(model_id) for model_id in requested}
+        for model_id, model in targets.items():
+            source = for_worker(requested[model_id], worker)
+            if model_id == POLICY_ID:
+                self._update_policy(model, source)
+            elif source is not None:
+                put_weights(model, source)
+        self._loop.version += 1
+
+    def _update_policy(self, model: Any, source: Any) -> None:
+        if source is None:
+            source = self._given_policy
+        if source is model:
+            return  # trained in place: the collector acts with these very tensors
+        if model is self._given_policy:
+            # Weights from elsewhere must not end up in the policy that the user is training.
+            model = self.policy = copy.deepcopy(model)
+            put_weights(model, source)
+            self._loop.replace_policy(as_policy(model, self.env))
+        else:
+            put_weights(model, source)
+
+    def _find_model(self, model_id: str) -> Any:
+        try:
+            model = self.get_model(model_id)
+        except (AttributeError, KeyError, IndexError, ValueError) as error:
+            raise KeyError(
+                f"There is no model {model_id!r} in this collector; 'policy' is its policy, others are found by their "
+                f"path, as in 'env.envs[0].module'.{suggestion(model_id, ['policy', 'env'])}"
+            ) from error
+        if not isinstance(model, nn.Module) or isinstance(model, RandomPolicy):
+            raise RuntimeError(f"{model_id!r} is {type(model).__name__}, which has no weights to update.")
+        return model
+
+    def get_model(self, model_id: str) -> Any:
+        """The model of that name: "policy", or a path from the collector."""
+        return self.policy if model_id == POLICY_ID else follow(self, model_id)
+
+    @property
+    def policy_version(self) -> int | None:
+        """How often the weights were updated; None unless versions are tracked."""
+        return self._loop.version if self.config.track_policy_version else None
+
+    def get_policy_version(self) -> int | None:
+        """The same as `policy_version`."""
+        return self.policy_version
+
+    def increment_version(self) -> None:
+        """Count one version up, for weights that were changed in place."""
+        self._loop.version += 1
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, counters, ids, random stream and unfinished episodes: plain tensors, numbers and dicts.
+
+        Simulators cannot be saved: a restored collector begins new episodes.
+        """
+        state: dict[str, Any] = {
+            "env_state_dict": self.env.state_dict(),
+            "frames": self._budget.spent,
+            "iter": self._batches,
+            "traj_pool": self._loop.lanes.ids.count,
+            "policy_version": self._loop.version,
+            "randomness": self._loop.randomness.state_dict(),
+            "trajectories": self._assembler.state_dict(),
+        }
+        if isinstance(self.policy, nn.Module):
+            state["policy_state_dict"] = self.policy.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Go on with the saved counters and weights, in new episodes with new ids."""
+        weights = state_dict.get("policy_state_dict")
+        if weights is not None:
+            if not isinstance(self.policy, nn.Module):
+                raise ValueError("The state holds weights, but this collector's policy has none.")
+            self.policy.load_state_dict(weights, strict=strict)
+        self.env.load_state_dict(state_dict["env_state_dict"])
+        self._budget.spent = state_dict["frames"]
+        self._batches = state_dict["iter"]
+        self._loop.version = state_dict.get("policy_version", 0)
+        self._loop.randomness.load_state_dict(state_dict.get("randomness"))
+        self._loop.lanes.restart(range(self.env.num_lanes))
+        self._loop.lanes.ids.restore(state_dict["traj_pool"])
+        if "trajectories" in state_dict:
+            self._assembler.load_state_dict(state_dict["trajectories"])
+            self._assembler.drop()  # their episodes cannot be gone on with
+
+    def stats(self) -> dict[str, Any]:
+        """Frames, episodes, recent returns and lengths, and where the time went, as a flat dict of numbers."""
+        total = self.config.total_frames
+        return {
+            **self._loop.stats.summary(),
+            "frames": self._budget.spent,
+            "batches": self._batches,
+            "total_frames": total,
+            "completed": self._budget.is_spent,
+            "requested_frames_per_batch": self.requested_frames_per_batch,
+            "policy_version": self._loop.version,
+            "pending_frames": self._assembler.pending_frames,
+            "dropped_frames": self._assembler.dropped,
+            "slots_allocated": self._loop.arena.allocated,
+        }
+
+    def fake_tensordict(self) -> TensorDict:
+        """Zeros with exactly the layout of a batch."""
+        shape = (*self.env.batch_size, self.frames_per_batch)
+        leaves = self._loop.arena.leaves
+        zeros = {key: torch.zeros(*shape, *leaves[key].shape, dtype=leaves[key].dtype) for key in self._loop.delivered}
+        return TensorDict(
+            nest(zeros),
+            batch_size=shape,
+            names=[*(None,) * len(self.env.batch_size), "time"],
+            device=self._devices.storing,
+        )
+
+    def getattr_policy(self, name: str) -> Any:
+        """An attribute of the policy, by path."""
+        return follow(self.policy, name)
+
+    def getattr_env(self, name: str) -> Any:
+        """An attribute of the env, by path."""
+        return follow(self.env, name)
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """Stop collecting and close the env, unless told to leave it open."""
+        if self.closed:
+            return
+        self.closed = True
+        self.disable_profile()
+        if close_env:
+            try:
+                self.env.close()
+            except Exception:
+                if raise_on_error:
+                    raise
+
+    def __repr__(self) -> str:
+        """Env, policy and size of the batches."""
+        return (
+            f"{type(self).__name__}({self.env!r}, policy={type(self.policy).__name__}, "
+            f"frames_per_batch={self.requested_frames_per_batch}, total_frames={self.config.total_frames})"
+        )
+
+
+def as_given(policy: Any, env: EnvBase, config: CollectorConfig) -> Any:
+    """The policy as the loop takes it: wrapped where it takes tensors, and compiled if so asked."""
+    made = policy if config.trust_policy and policy is not None else as_policy(policy, env)
+    if config.compile_policy:
+        options = config.compile_policy if isinstance(config.compile_policy, dict) else {}
+        made = torch.compile(made, **options)
+    if config.cudagraph_policy:
+        if not torch.cuda.is_available():
+            raise RuntimeError("cudagraph_policy needs a CUDA device, and there is none; leave it out on the CPU.")
+        from tensordict.nn import CudaGraphModule
+
+        made = CudaGraphModule(made, **(config.cudagraph_policy if isinstance(config.cudagraph_policy, dict) else {}))
+    return made
+
+
+def _only_one(create_env_fn: Any) -> Any:
+    if isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, str):
+        if len(create_env_fn) != 1:
+            raise ValueError(
+                f"Collector runs one env (of any number of lanes), got a list of {len(create_env_fn)}. Use "
+                "SerialEnv(n, factories) for several lanes in this process, or MultiCollector for several processes."
+            )
+        return create_env_fn[0]
+    return create_env_fn
+

@@ -1,0 +1,232 @@
+"""The arguments of collectors: in one frozen dataclass, checked before anything starts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, TypeVar
+
+from tensordict import TensorDictBase
+
+from swath.errors import suggestion
+from swath.modules.exploration import ExplorationType
+from swath.rollout.devices import Devices
+from swath.rollout.loop import Interruptor
+
+Hook = Callable[[TensorDictBase], Any]
+Config = TypeVar("Config", bound="CollectorConfig")
+
+TRAJ_FORMATS = ("padded", "cat")
+SYNONYMS = {"devices": "policy_device", "passing_devices": "storing_device", "exploration_mode": "exploration_type"}
+"""Names of the oldest API; still understood, with a DeprecationWarning."""
+ELSEWHERE = ("backend", "backend_options", "num_collectors", "sync")
+"""Arguments that choose another kind of collector; here they may only say "this process"."""
+
+
+class PolicyVersion:
+    """Asks for the policy's version in every frame, also with batched envs: `track_policy_version=PolicyVersion()`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectorConfig:
+    """What every collector can be told.
+
+    Attributes:
+        frames_per_batch: frames in a batch over all lanes, rounded up to whole steps of all lanes.
+        total_frames: how many frames to deliver in all, rounded up likewise; -1 for no end.
+        policy_factory: a function that makes the policy, instead of `policy`.
+        device: fills in those of the following three that are not given.
+        storing_device: where batches lie.
+        policy_device: where the policy computes; a policy that lies elsewhere is copied there.
+        env_device: where the env's data lie.
+        create_env_kwargs: arguments for the env's factory.
+        max_frames_per_traj: length at which an episode is truncated; adds `step_count`.
+        init_random_frames: take random actions in the first batches, until so many frames are collected.
+        reset_at_each_iter: begin new episodes with each batch.
+        postproc: called with every batch; what it returns is delivered.
+        split_trajs: deliver `[trajectories, longest]`, padded, with `("collector", "mask")`.
+        track_traj_ids: write `("collector", "traj_ids")`.
+        exploration_type: how the policy explores; None leaves it to the policy and its context.
+        reset_when_done: only True; finished lanes always begin anew.
+        set_truncated: mark the last step of every batch as truncated.
+        interruptor: asked after every step whether the batch should end here.
+        return_same_td: deliver the same TensorDict object every time, overwritten.
+        use_buffers: no effect, as batches always lie in memory that is used again once they are let go.
+        trust_policy: call the policy as it is, with a TensorDict, without looking inside.
+        compile_policy: compile the policy; True, or arguments for `torch.compile`.
+        cudagraph_policy: run the policy as a CUDA graph; True, or arguments for `CudaGraphModule`.
+        no_cuda_sync: copy between devices without waiting.
+        track_policy_version: write `policy_version`; `PolicyVersion()` for batched envs.
+        trajs_per_batch: deliver so many complete episodes at a time instead of frames.
+        traj_format: "padded" to `[N, longest]` with a mask, or "cat" one after the other.
+        compact_obs: leave the observations out of "next", where the following root has them.
+        pre_collect_hook: called before every rollout.
+        post_collect_hook: called with every batch before it is delivered.
+        worker_idx: the index of this worker; part of the trajectory ids.
+        progress: show a progress bar while iterating.
+        fast_policy: run known small policies by their array forms; False always calls the modules.
+    """
+
+    frames_per_batch: int
+    total_frames: int = -1
+    policy_factory: Callable[[], Any] | None = None
+    device: Any = None
+    storing_device: Any = None
+    policy_device: Any = None
+    env_device: Any = None
+    create_env_kwargs: dict[str, Any] | None = None
+    max_frames_per_traj: int | None = None
+    init_random_frames: int | None = None
+    reset_at_each_iter: bool = False
+    postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
+    split_trajs: bool | None = None
+    track_traj_ids: bool = True
+    exploration_type: ExplorationType | None = ExplorationType.RANDOM
+    reset_when_done: bool = True
+    set_truncated: bool = False
+    interruptor: Interruptor | None = None
+    return_same_td: bool = False
+    use_buffers: bool | None = None
+    trust_policy: bool | None = None
+    compile_policy: bool | dict[str, Any] | None = None
+    cudagraph_policy: bool | dict[str, Any] | None = None
+    no_cuda_sync: bool = False
+    track_policy_version: bool | PolicyVersion = False
+    trajs_per_batch: int | None = None
+    traj_format: str | None = None
+    compact_obs: bool = False
+    pre_collect_hook: Callable[[], Any] | None = None
+    post_collect_hook: Hook | None = None
+    worker_idx: int | None = None
+    progress: bool = False
+    fast_policy: bool = True
+
+    @classmethod
+    def from_arguments(cls: type[Config], owner: str, arguments: Mapping[str, Any]) -> Config:
+        """A checked config from keyword arguments; `owner` is the class they were given to."""
+        given = _with_new_names(owner, dict(arguments))
+        _check_elsewhere(owner, given)
+        known = {field.name: field for field in fields(cls)}
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            hints = "".join(suggestion(name, known) for name in unknown)
+            raise TypeError(f"{owner} got unknown arguments {unknown} ({_shown(given, unknown)}).{hints}")
+        missing = [n for n, field in known.items() if field.default is MISSING and n not in given]
+        if missing:
+            raise TypeError(f"{owner} needs the argument {missing[0]!r}.")
+        if given.get("total_frames", -1) is None:
+            given["total_frames"] = -1
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be right."""
+        _positive("frames_per_batch", self.frames_per_batch)
+        _whole("total_frames", self.total_frames)
+        if self.total_frames == 0:
+            raise ValueError("total_frames=0 would collect nothing; use -1 for no end.")
+        for name in ("max_frames_per_traj", "init_random_frames"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name))
+        if self.trajs_per_batch is not None:
+            _positive("trajs_per_batch", self.trajs_per_batch)
+        for name in ("postproc", "policy_factory", "pre_collect_hook", "post_collect_hook"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise TypeError(f"{name} must be callable, got {type(value).__name__}: {value!r}.")
+        if not self.reset_when_done:
+            raise ValueError(
+                "reset_when_done=False is not supported: a lane that has ended begins a new episode at once. "
+                "Use max_frames_per_traj or an env that never ends."
+            )
+        if self.split_trajs and not self.track_traj_ids:
+            raise ValueError("split_trajs=True needs the ids that track_traj_ids=False leaves out.")
+        if self.split_trajs and self.trajs_per_batch is not None:
+            raise ValueError("split_trajs=True and trajs_per_batch exclude each other: the latter already delivers episodes.")
+        self._check_kinds()
+        self.devices  # noqa: B018 - raises if one of them is no device
+
+    def _check_kinds(self) -> None:
+        if self.traj_format is not None and self.traj_format not in TRAJ_FORMATS:
+            hint = suggestion(str(self.traj_format), TRAJ_FORMATS)
+            raise ValueError(f"traj_format must be one of {TRAJ_FORMATS}, got {self.traj_format!r}.{hint}")
+        if self.traj_format == "cat" and self.trajs_per_batch is None:
+            raise ValueError("traj_format='cat' needs trajs_per_batch: it says how complete episodes are delivered.")
+        if self.exploration_type is not None and not isinstance(self.exploration_type, ExplorationType):
+            raise TypeError(
+                f"exploration_type must be an ExplorationType or None, got {self.exploration_type!r}; "
+                "for instance swath.modules.ExplorationType.RANDOM."
+            )
+        if self.interruptor is not None and not hasattr(self.interruptor, "collection_stopped"):
+            raise TypeError(f"interruptor needs a method collection_stopped(), which {self.interruptor!r} has not.")
+        if self.create_env_kwargs is not None and not isinstance(self.create_env_kwargs, Mapping):
+            raise TypeError(f"create_env_kwargs must be a dict, got {self.create_env_kwargs!r}.")
+        if self.worker_idx is not None:
+            _whole("worker_idx", self.worker_idx)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and not isinstance(value, bool):
+                raise TypeError(f"{field.name} must be True or False, got {value!r}.")
+
+    @property
+    def devices(self) -> Devices:
+        """Where env, policy and storage are."""
+        return Devices.resolve(self.device, self.storing_device, self.policy_device, self.env_device)
+
+
+def _with_new_names(owner: str, given: dict[str, Any]) -> dict[str, Any]:
+    for old, new in SYNONYMS.items():
+        if old not in given:
+            continue
+        if new in given:
+            raise TypeError(f"{owner} got both {old}={given[old]!r} and {new}={given[new]!r}; {old} is the old name of {new}.")
+        warnings.warn(f"{old} is an old name; use {new}.", DeprecationWarning, stacklevel=4)
+        value = given.pop(old)
+        if old == "exploration_mode" and isinstance(value, str):
+            value = _exploration(value)
+        elif isinstance(value, list | tuple) and len(value) == 1:
+            value = value[0]  # they were lists with one device per worker
+        given[new] = value
+    return given
+
+
+def _exploration(name: str) -> ExplorationType:
+    known = {kind.name.lower(): kind for kind in ExplorationType}
+    if name.lower() not in known:
+        raise ValueError(f"exploration_mode={name!r} is unknown; use one of {sorted(known)}.{suggestion(name, known)}")
+    return known[name.lower()]
+
+
+def _check_elsewhere(owner: str, given: dict[str, Any]) -> None:
+    """Arguments for other kinds of collectors: accepted where they say "one, in this process"."""
+    sync, count = given.pop("sync", None), given.pop("num_collectors", None)
+    backend, options = given.pop("backend", None), given.pop("backend_options", None)
+    if sync is not None:
+        if not isinstance(sync, bool):
+            raise TypeError(f"sync must be True or False, got {sync!r}.")
+        raise ValueError(f"{owner} collects in this process, where sync={sync} has no meaning; use MultiCollector.")
+    if count is not None:
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"num_collectors must be a whole number, got {count!r}.")
+        if count != 1:
+            raise ValueError(f"{owner} is one collector, so num_collectors={count} cannot be; use MultiCollector.")
+    if backend not in (None, "direct"):
+        raise ValueError(f"{owner} collects in this process (backend='direct'), got backend={backend!r}.")
+    if options:
+        raise ValueError(f"backend_options={options!r} has no meaning for a collector in this process.")
+
+
+def _whole(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, got {value!r}.")
+
+
+def _positive(name: str, value: Any) -> None:
+    _whole(name, value)
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}.")
+
+
+def _shown(given: Mapping[str, Any], names: list[str]) -> str:
+    return ", ".join(f"{name}={given[name]!r}" for name in names)
+

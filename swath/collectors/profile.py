@@ -1,0 +1,95 @@
+"""Tracing rollouts with torch's profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from swath.errors import suggestion
+
+ACTIVITIES = {"cpu": torch.profiler.ProfilerActivity.CPU, "cuda": torch.profiler.ProfilerActivity.CUDA}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """How to trace: `num_rollouts` in all, of which the first `warmup_rollouts` are not recorded."""
+
+    workers: Sequence[int] = (0,)
+    num_rollouts: int = 3
+    warmup_rollouts: int = 1
+    save_path: str | None = None
+    activities: Sequence[str] = ("cpu", "cuda")
+    record_shapes: bool = True
+    profile_memory: bool = False
+    with_stack: bool = True
+    with_flops: bool = False
+    on_trace_ready: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what would record nothing."""
+        if self.warmup_rollouts < 0:
+            raise ValueError(f"warmup_rollouts must not be negative, got {self.warmup_rollouts}.")
+        if self.num_rollouts <= self.warmup_rollouts:
+            raise ValueError(
+                f"num_rollouts={self.num_rollouts} must be more than warmup_rollouts={self.warmup_rollouts}, or nothing "
+                "is recorded."
+            )
+        for name in self.activities:
+            if name not in ACTIVITIES:
+                raise ValueError(f"activities may hold 'cpu' and 'cuda', got {name!r}.{suggestion(name, ACTIVITIES)}")
+
+    def path(self, worker: int) -> str:
+        """Where the trace of `worker` is written."""
+        return (self.save_path or "./collector_profile_{worker_idx}.json").format(worker_idx=worker)
+
+
+class ProfilingHook:
+    """A post-collect hook that counts rollouts, and traces those that the config asks for."""
+
+    def __init__(self, config: ProfileConfig, worker: int, inner: Callable[[TensorDictBase], Any] | None) -> None:
+        """Begin with the first rollout; `inner` is the hook that was there before."""
+        self.config = config
+        self.inner = inner
+        self._worker = worker
+        self._seen = 0
+        self._profiler: Any = None
+        if worker in config.workers and config.warmup_rollouts == 0:
+            self._start()
+
+    def __call__(self, batch: TensorDictBase) -> None:
+        """Count a rollout."""
+        if self.inner is not None:
+            self.inner(batch)
+        self._seen += 1
+        if self._worker not in self.config.workers:
+            return
+        if self._seen == self.config.warmup_rollouts:
+            self._start()
+        elif self._seen == self.config.num_rollouts:
+            self.stop()
+
+    def stop(self) -> None:
+        """End the trace, if one is running, and write it."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        profiler.stop()
+        if self.config.on_trace_ready is not None:
+            self.config.on_trace_ready(profiler)
+        else:
+            profiler.export_chrome_trace(self.config.path(self._worker))
+
+    def _start(self) -> None:
+        available = [name for name in self.config.activities if name == "cpu" or torch.cuda.is_available()]
+        self._profiler = torch.profiler.profile(
+            activities=[ACTIVITIES[name] for name in available],
+            record_shapes=self.config.record_shapes,
+            profile_memory=self.config.profile_memory,
+            with_stack=self.config.with_stack,
+            with_flops=self.config.with_flops,
+        )
+        self._profiler.start()

@@ -1,0 +1,9 @@
+"""What can be stepped: EnvBase, gymnasium envs, several envs as one, and adapters."""
+
+from swath.envs.adapt import as_env
+from swath.envs.base import EnvBase
+from swath.envs.gym import GymEnv
+from swath.envs.rows import Leaf, Rows
+from swath.envs.serial import SerialEnv
+
+__all__ = ["EnvBase", "GymEnv", "Leaf", "Rows", "SerialEnv", "as_env"]

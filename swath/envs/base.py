@@ -1,0 +1,352 @@
+"""EnvBase: one lane or many, stepped through rows, with a TensorDict surface on top."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from gymnasium import spaces as gs
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from swath.envs.rows import Leaf, Rows
+from swath.envs.spaces import ActionCodec, ObservationCodec
+from swath.errors import ClosedError
+from swath.keys import DONE, FLAGS, NEXT, RESET, REWARD, TERMINATED, TRUNCATED, Key, as_key, nest
+from swath.seeding import lane_seed, lane_seeds, next_seed, policy_seed
+
+Policy = Callable[[TensorDictBase], TensorDictBase]
+
+FLAG = Leaf((1,), torch.bool)
+
+
+class EnvBase:
+    """An environment of `batch_size` lanes.
+
+    A subclass sets its spaces through `__init__` and gives either of two pairs:
+
+    - `_reset(td)` and `_step(td)`, which take and return TensorDicts: the simple way. `_step` returns the next
+      observation, `reward`, and `terminated` / `truncated` (or `done` alone); or
+    - `reset_into(lanes, out)` and `step_into(action, out)`, which work on rows: the fast way.
+
+    Whichever it is, a finished lane is never reset by the env itself: what a step returns is the true final
+    observation, and the caller resets the lane when it has recorded it.
+    """
+
+    def __init__(
+        self,
+        observation_space: gs.Space[Any],
+        action_space: gs.Space[Any],
+        *,
+        batch_size: Sequence[int] = (),
+        device: torch.device | str | None = None,
+        categorical_action_encoding: bool = False,
+    ) -> None:
+        """Fix what one lane looks like (`observation_space`, `action_space`) and how many there are."""
+        self.observation_space = observation_space
+        self.action_space = action_space
+        self.batch_size = torch.Size(batch_size)
+        self.device = None if device is None else torch.device(device)
+        self.num_lanes = math.prod(self.batch_size)
+        self.observations = ObservationCodec(observation_space, categorical_action_encoding)
+        self.actions = ActionCodec(action_space, categorical_action_encoding)
+        self.reward_leaf = Leaf((1,), torch.float32)
+        self.has_truncated = True
+        """Whether episodes can be cut off; an adapter may have an env that knows no such thing."""
+        self.is_closed = False
+        self.first_lane = 0
+        """Global index of lane 0: seeds belong to lanes, wherever they run."""
+        self._seed: int | None = None
+        self._generator: torch.Generator | None = None
+        self._action_rows: Rows | None = None
+        self._out_rows: Rows | None = None
+
+    # -- what there is -----------------------------------------------------------------------------------------
+
+    @property
+    def observation_keys(self) -> list[Key]:
+        """The keys of all observations."""
+        return list(self.observations.leaves)
+
+    @property
+    def action_keys(self) -> list[Key]:
+        """The keys of all actions."""
+        return list(self.actions.leaves)
+
+    @property
+    def action_key(self) -> Key:
+        """The key of the action; the first, where there are several."""
+        return self.action_keys[0]
+
+    @property
+    def reward_key(self) -> Key:
+        """The key of the reward."""
+        return REWARD
+
+    @property
+    def done_keys(self) -> list[Key]:
+        """The keys of the flags that tell how a lane ended."""
+        return list(FLAGS)
+
+    @property
+    def out_leaves(self) -> dict[Key, Leaf]:
+        """What a step writes: observations, reward, terminated and truncated."""
+        return {
+            **self.observations.leaves,
+            REWARD: self.reward_leaf,
+            TERMINATED: FLAG,
+            TRUNCATED: FLAG,
+        }
+
+    @property
+    def rows_device(self) -> torch.device | None:
+        """Where the rows lie that this env steps on; `device` is only what the surface hands out."""
+        return self.device
+
+    # -- the array path ----------------------------------------------------------------------------------------
+
+    def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
+        """Begin a new episode in each of `lanes` and write its first observation into `out`."""
+        request = TensorDict({}, batch_size=self.batch_size)
+        if len(lanes) < self.num_lanes:
+            mask = torch.zeros(self.num_lanes, dtype=torch.bool)
+            mask[list(lanes)] = True
+            request = TensorDict(
+                {**nest((k, out.tensors[k]) for k in self.observation_keys), RESET: mask.view(*self.batch_size, 1)},
+                batch_size=self.batch_size,
+            )
+        answer = self._reset(request)
+        index = torch.as_tensor(list(lanes))
+        for key in self.observation_keys:
+            value = answer.get(key)
+            self._check(key, value, out)
+            flat = (self.num_lanes, *value.shape[len(self.batch_size) :])
+            out.tensors[key].view(flat)[index] = value.reshape(flat)[index]
+
+    def step_into(self, action: Rows, out: Rows) -> bool:
+        """Step every lane with `action`; write what happened into `out`. Return whether any lane finished."""
+        entries = {k: out.tensors[k] for k in self.observation_keys}
+        entries.update({k: action.tensors[k] for k in self.action_keys})
+        answer = self._step(TensorDict(nest(entries), batch_size=self.batch_size))
+        for key in self.observation_keys:
+            out.put(key, self._check(key, answer.get(key), out), type(self).__name__)
+        reward = answer.get(REWARD)
+        out.put(REWARD, reward.reshape(out.tensors[REWARD].shape), type(self).__name__)
+        terminated, truncated = _flags(answer)
+        shape = out.tensors[TERMINATED].shape
+        out.tensors[TERMINATED].copy_(terminated.reshape(shape))
+        out.tensors[TRUNCATED].copy_(truncated.reshape(shape))
+        return bool((out.tensors[TERMINATED] | out.tensors[TRUNCATED]).any())
+
+    def _check(self, key: Key, value: Tensor | None, out: Rows) -> Tensor:
+        if value is None:
+            raise KeyError(
+                f"{type(self).__name__} returned no {key!r}, although its observation space {self.observation_space} "
+                "promises it."
+            )
+        return value
+
+    def _reset(self, tensordict: TensorDictBase) -> TensorDictBase:
+        raise NotImplementedError(f"{type(self).__name__} has neither _reset nor reset_into.")
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        raise NotImplementedError(f"{type(self).__name__} has neither _step nor step_into.")
+
+    def _set_seeds(self, seeds: list[int]) -> None:
+        """Seed each lane; in effect from its next reset."""
+        self._set_seed(seeds[0])
+
+    def _set_seed(self, seed: int) -> None:
+        """Seed the env with one number; for subclasses that have no lanes of their own."""
+
+    # -- the surface -------------------------------------------------------------------------------------------
+
+    def reset(self, tensordict: TensorDictBase | None = None) -> TensorDict:
+        """Begin new episodes: in all lanes, or in those that `tensordict["_reset"]` marks."""
+        self._must_be_open()
+        out = self._out()
+        lanes = list(range(self.num_lanes))
+        if tensordict is not None and RESET in tensordict.keys():
+            mask = tensordict.get(RESET).reshape(self.num_lanes, -1).any(-1)
+            lanes = mask.nonzero().view(-1).tolist()
+            for key in self.observation_keys:
+                if (kept := tensordict.get(key, None)) is not None:
+                    out.put(key, kept, "The TensorDict given to reset")
+        if lanes:
+            self.reset_into(lanes, out)
+        return self._td({**{k: out.tensors[k].clone() for k in self.observation_keys}, **self._no_flags()})
+
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Step with the actions in `tensordict`; what happened is written to `tensordict["next"]`."""
+        self._must_be_open()
+        out = self._out()
+        action = self._take_actions(tensordict)
+        for key in self.observation_keys:
+            if (seen := tensordict.get(key, None)) is not None:
+                out.put(key, seen, "The TensorDict given to step")
+        self.step_into(action, out)
+        answer = {key: out.tensors[key].clone() for key in self.out_leaves}
+        answer[DONE] = answer[TERMINATED] | answer[TRUNCATED]
+        tensordict.set(NEXT, self._td(answer))
+        return tensordict
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDict]:
+        """Step, and give also what the next step begins from: finished lanes are reset there."""
+        stepped = self.step(tensordict)
+        after = stepped.get(NEXT)
+        root = self._td({k: after.get(k) for k in self.observation_keys} | self._no_flags())
+        if bool(after.get(DONE).any()):
+            root.set(RESET, after.get(DONE))
+            root = self.reset(root)
+        return stepped, root
+
+    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """`tensordict` (or a new one) with random actions."""
+        drawn = self.actions.draw(self.actions.leaves, 1, self.num_lanes, self._generator)
+        target = self._td({}) if tensordict is None else tensordict
+        for key, value in drawn.items():
+            target.set(key, value[0].view(*self.batch_size, *value.shape[2:]).to(self.device or "cpu"))
+        return target
+
+    def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Step with random actions."""
+        return self.step(self.rand_action(tensordict))
+
+    def rollout(
+        self,
+        max_steps: int,
+        policy: Policy | None = None,
+        *,
+        auto_reset: bool = True,
+        break_when_any_done: bool = True,
+        tensordict: TensorDictBase | None = None,
+    ) -> TensorDictBase:
+        """At most `max_steps` steps from a reset, as `[*batch_size, T]`; `policy` takes and returns a TensorDict.
+
+        By default it ends with the first finished lane; otherwise finished lanes are reset and go on.
+        """
+        if not auto_reset and tensordict is None:
+            raise ValueError("rollout(auto_reset=False) needs the tensordict to begin from: pass tensordict=env.reset().")
+        root = self.reset() if auto_reset or tensordict is None else tensordict
+        steps = []
+        with torch.no_grad():
+            for _ in range(max_steps):
+                acted = self.rand_action(root) if policy is None else policy(root)
+                step, root = self.step_and_maybe_reset(acted)
+                steps.append(step.clone(recurse=False))
+                if break_when_any_done and bool(step.get((NEXT, DONE)).any()):
+                    break
+        if not steps:
+            raise ValueError(f"rollout(max_steps={max_steps}) has no step to return; max_steps must be at least 1.")
+        dim = len(self.batch_size)
+        stacked = torch.stack(steps, dim)
+        stacked.refine_names(..., "time")
+        return stacked
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed all lanes, each with its own number derived from `seed` (the same with `static_seed`).
+
+        In effect from the next reset. Returns a seed for the next env: one that no lane here has.
+        """
+        self._seed = seed
+        self._generator = torch.Generator().manual_seed(policy_seed(seed, self.first_lane))
+        self._set_seeds(lane_seeds(seed, self.num_lanes, self.first_lane, static_seed))
+        return next_seed(seed, self.first_lane + self.num_lanes, static_seed)
+
+    def fake_tensordict(self) -> TensorDict:
+        """Zeros with the layout of one step."""
+        action = {k: self._zeros(leaf) for k, leaf in self.actions.leaves.items()}
+        root = {k: self._zeros(leaf) for k, leaf in self.observations.leaves.items()} | self._no_flags()
+        answer = {k: self._zeros(leaf) for k, leaf in self.out_leaves.items()} | {DONE: self._zeros(FLAG)}
+        return self._td({**root, **action, NEXT: self._td(answer)})
+
+    def close(self, *, raise_if_closed: bool = False) -> None:
+        """Free what the env holds. Closing twice is harmless unless `raise_if_closed`."""
+        if self.is_closed:
+            if raise_if_closed:
+                raise ClosedError(f"{self!r} is closed already.")
+            return
+        self.is_closed = True
+        self._close()
+
+    def _close(self) -> None:
+        """Free what a subclass holds; called once."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What can be saved of the env: its seed. Simulators do not offer more."""
+        return {"seed": self._seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave; lanes begin anew from the saved seed."""
+        if state.get("seed") is not None:
+            self.set_seed(lane_seed(state["seed"], self.first_lane + self.num_lanes + 1))
+
+    def __enter__(self) -> EnvBase:
+        """Use the env in a `with` block, at whose end it is closed."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Close the env."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Name, lanes and spaces."""
+        return (
+            f"{type(self).__name__}(batch_size={list(self.batch_size)}, observation_space={self.observation_space}, "
+            f"action_space={self.action_space})"
+        )
+
+    # -- helpers -----------------------------------------------------------------------------------------------
+
+    def _must_be_open(self) -> None:
+        if self.is_closed:
+            raise ClosedError(f"{self!r} is closed; make a new one.")
+
+    def _out(self) -> Rows:
+        if self._out_rows is None:
+            self._out_rows = Rows(self.out_leaves, self.batch_size, self.rows_device)
+        return self._out_rows
+
+    def _take_actions(self, tensordict: TensorDictBase) -> Rows:
+        """The actions in `tensordict` as rows; new rows only when their shape or dtype changes."""
+        given: dict[Key, Tensor] = {}
+        for key in self.action_keys:
+            value = tensordict.get(key, None)
+            if value is None:
+                raise KeyError(f"step() found no {key!r} in the TensorDict, only {sorted(map(str, tensordict.keys()))}.")
+            given[key] = value
+        leaves = {key: Leaf.of(value, len(self.batch_size)) for key, value in given.items()}
+        rows = self._action_rows
+        if rows is None or any(rows.leaf(key) != leaf for key, leaf in leaves.items()):
+            rows = self._action_rows = Rows(leaves, self.batch_size, self.rows_device)
+        for key, value in given.items():
+            rows.put(key, value, "The TensorDict given to step")
+        return rows
+
+    def _zeros(self, leaf: Leaf) -> Tensor:
+        return torch.zeros(*self.batch_size, *leaf.shape, dtype=leaf.dtype, device=self.device)
+
+    def _no_flags(self) -> dict[Key, Tensor]:
+        return {key: self._zeros(FLAG) for key in FLAGS}
+
+    def _td(self, entries: dict[Any, Any]) -> TensorDict:
+        return TensorDict(
+            nest((as_key(k), v) for k, v in entries.items()), batch_size=self.batch_size, device=self.device
+        )
+
+
+def _flags(answer: TensorDictBase) -> tuple[Tensor, Tensor]:
+    """terminated and truncated from whichever of the three flags an env wrote."""
+    terminated, truncated = answer.get(TERMINATED, None), answer.get(TRUNCATED, None)
+    if terminated is None:
+        done = answer.get(DONE)
+        if done is None:
+            raise KeyError("The env's step returned none of 'terminated', 'truncated' and 'done'.")
+        terminated = done if truncated is None else done & ~truncated
+    if truncated is None:
+        done = answer.get(DONE, None)
+        truncated = torch.zeros_like(terminated) if done is None else done & ~terminated
+    return terminated, truncated
+

@@ -1,0 +1,198 @@
+"""Gymnasium environments: one, several stepped one after the other, or a `gymnasium.vector.VectorEnv`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import gymnasium as gym
+import torch
+from gymnasium.vector import VectorEnv
+
+from swath.envs.base import EnvBase
+from swath.envs.lanes import GymLanes, VectorLanes
+from swath.envs.rows import Leaf, Rows
+from swath.errors import UnsupportedEnvError
+from swath.keys import MASK, Key
+
+
+class Lanes(Protocol):
+    """What steps the lanes of a gymnasium env."""
+
+    idles: bool
+    """Whether a lane may be without a transition in a step, told in the entry `("collector", "mask")`."""
+
+    def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
+        """Begin new episodes in `lanes`."""
+
+    def step_into(self, action: Rows, out: Rows) -> bool:
+        """Step every lane; return whether any finished."""
+
+    def seed(self, seeds: list[int]) -> None:
+        """Seed each lane, from its next reset on."""
+
+    def close(self) -> None:
+        """Close the envs."""
+
+
+class GymEnv(EnvBase):
+    """A gymnasium environment by name, from an instance, or from a factory.
+
+    `GymEnv("CartPole-v1")` is one lane with an empty batch size; `num_envs=8` makes eight lanes of batch size `[8]`,
+    stepped in this process. A `gymnasium.vector.VectorEnv` gives its own number of lanes, in whichever autoreset mode
+    it works: the final observation of an episode is always in `("next", ...)`.
+
+    Discrete actions are one-hot (`categorical_action_encoding=True`: integers from 0, whatever the space's `start`);
+    a vector of scores is taken by its argmax. RGB images are called "pixels", other arrays "observation", and the
+    entries of a Dict keep their names. Images stay uint8.
+    """
+
+    def __init__(
+        self,
+        env: str | gym.Env[Any, Any] | VectorEnv[Any, Any, Any] | Callable[..., Any],
+        *,
+        num_envs: int = 0,
+        categorical_action_encoding: bool = False,
+        device: torch.device | str | None = None,
+        frame_skip: int | None = None,
+        from_pixels: bool = False,
+        pixels_only: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Make the env (or `num_envs` of it); `kwargs` go to `gymnasium.make` or to the factory.
+
+        Args:
+            env: a registered name, an instance, or a callable that returns an instance.
+            num_envs: 0 for one env without a batch dimension; otherwise how many lanes.
+            categorical_action_encoding: integers instead of one-hot vectors for discrete values.
+            device: where the tensors of the surface and of the batches lie.
+            frame_skip: repeat each action so many times and add up the rewards.
+            from_pixels: add what the env renders as "pixels".
+            pixels_only: leave out the other observations then.
+            kwargs: for `gymnasium.make`, or for the factory.
+        """
+        if num_envs < 0:
+            raise ValueError(f"num_envs must be 0 (no batch dimension) or more, got {num_envs}.")
+        self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
+        make = _factory(env, kwargs, from_pixels)
+        first = make()
+        self._lanes: Lanes
+        if isinstance(first, VectorEnv):
+            if num_envs not in (0, first.num_envs):
+                raise ValueError(f"num_envs={num_envs} does not fit a vector env of {first.num_envs} envs.")
+            batch_size: tuple[int, ...] = (first.num_envs,)
+            space, action_space = first.single_observation_space, first.single_action_space
+        else:
+            if num_envs > 1 and isinstance(env, gym.Env):
+                raise ValueError(f"num_envs={num_envs} needs a name or a factory: one instance cannot be {num_envs} envs.")
+            envs = [first, *(make() for _ in range(num_envs - 1))]
+            if len({id(e) for e in envs}) < len(envs):
+                raise ValueError(
+                    "The factory returned the same env twice; each lane needs its own. Build the env inside the factory, "
+                    "as in lambda: gymnasium.make(...)."
+                )
+            envs = [_wrap(e, frame_skip, from_pixels, pixels_only) for e in envs]
+            batch_size = (num_envs,) if num_envs else ()
+            space, action_space = envs[0].observation_space, envs[0].action_space
+        super().__init__(
+            space,
+            action_space,
+            batch_size=batch_size,
+            device=device,
+            categorical_action_encoding=categorical_action_encoding,
+        )
+        if isinstance(first, VectorEnv):
+            self._lanes = VectorLanes(first, self.observations, self.actions)
+        else:
+            self._lanes = GymLanes(envs, self.observations, self.actions)
+
+    @property
+    def gym_envs(self) -> list[gym.Env[Any, Any]] | None:
+        """The gymnasium envs of all lanes, or None for a vector env."""
+        return self._lanes.envs if isinstance(self._lanes, GymLanes) else None
+
+    @property
+    def out_leaves(self) -> dict[Key, Leaf]:
+        """What a step writes, with a mask where lanes may be idle."""
+        mask = {MASK: Leaf((), torch.bool)} if self._lanes.idles else {}
+        return super().out_leaves | mask
+
+    @property
+    def rows_device(self) -> torch.device | None:
+        """The CPU: gymnasium works on arrays."""
+        return None
+
+    def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
+        """Begin new episodes in `lanes`."""
+        self._lanes.reset_into(lanes, out)
+
+    def step_into(self, action: Rows, out: Rows) -> bool:
+        """Step every lane."""
+        return self._lanes.step_into(action, out)
+
+    def _set_seeds(self, seeds: list[int]) -> None:
+        self._lanes.seed(seeds)
+
+    def _close(self) -> None:
+        self._lanes.close()
+
+    def __repr__(self) -> str:
+        """Name and lanes."""
+        return f"GymEnv({self.name}, batch_size={list(self.batch_size)})"
+
+
+def _factory(env: Any, kwargs: dict[str, Any], from_pixels: bool) -> Callable[[], Any]:
+    """A function of no arguments that makes one env of whatever was given."""
+    if isinstance(env, str):
+        if from_pixels:
+            kwargs = {"render_mode": "rgb_array", **kwargs}
+        return lambda: gym.make(env, **kwargs)
+    if isinstance(env, gym.Env | VectorEnv):
+        if kwargs:
+            raise TypeError(f"GymEnv was given an env instance, which takes no further arguments: {sorted(kwargs)}.")
+        return lambda: env
+    if callable(env):
+
+        def make() -> Any:
+            made = env(**kwargs)
+            if not isinstance(made, gym.Env | VectorEnv):
+                raise UnsupportedEnvError(
+                    f"The factory {env!r} given to GymEnv returned {type(made).__name__}, not a gymnasium env."
+                )
+            return made
+
+        return make
+    raise UnsupportedEnvError(
+        f"GymEnv takes a registered name, a gymnasium env, or a factory of one, got {type(env).__name__}: {env!r}."
+    )
+
+
+def _wrap(
+    env: gym.Env[Any, Any], frame_skip: int | None, from_pixels: bool, pixels_only: bool
+) -> gym.Env[Any, Any]:
+    if frame_skip is not None:
+        env = _FrameSkip(env, frame_skip)
+    if from_pixels:
+        env = gym.wrappers.AddRenderObservation(
+            env, render_only=pixels_only, render_key="pixels", obs_key="observation"
+        )
+    return env
+
+
+class _FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
+    """Repeats each action and adds up the rewards."""
+
+    def __init__(self, env: gym.Env[Any, Any], times: int) -> None:
+        if times < 1:
+            raise ValueError(f"frame_skip must be at least 1, got {times}.")
+        super().__init__(env)
+        self._times = times
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        total: Any = 0.0
+        for _ in range(self._times):
+            observation, reward, terminated, truncated, info = self.env.step(action)
+            total += reward
+            if terminated or truncated:
+                break
+        return observation, total, terminated, truncated, info

@@ -1,0 +1,80 @@
+"""Rows: one row per lane of every entry, in memory that stays where it is.
+
+The env, the policy and the loop hand data to each other through rows. Because they never move, whoever works on them
+takes its views once and writes in place afterwards: no TensorDict and no array is made per step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swath.errors import wrong_shape
+from swath.keys import Key
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Shape (of one lane) and dtype of an entry."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor, batch_dims: int) -> Leaf:
+        """The leaf that `tensor` is a batch of."""
+        return Leaf(tuple(tensor.shape[batch_dims:]), tensor.dtype)
+
+
+class Rows:
+    """Entries of shape `batch_size + leaf.shape`, as tensors and, on the CPU, as flat arrays.
+
+    `tensors[key]` has the env's batch shape, `arrays[key]` is `[N, ...]` over the same memory; entries on another
+    device have no array.
+    """
+
+    def __init__(
+        self,
+        leaves: Mapping[Key, Leaf],
+        batch_size: Iterable[int] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        """Allocate zeros for all `leaves`."""
+        self.batch_size = tuple(batch_size)
+        self.lanes = math.prod(self.batch_size)
+        self.tensors: dict[Key, Tensor] = {}
+        self.arrays: dict[Key, np.ndarray] = {}
+        for key, leaf in leaves.items():
+            self.add(key, torch.zeros(self.batch_size + leaf.shape, dtype=leaf.dtype, device=device))
+
+    def add(self, key: Key, tensor: Tensor) -> None:
+        """Take in `tensor`, of shape `batch_size + leaf.shape`, as the memory of `key`."""
+        self.tensors[key] = tensor
+        if tensor.device.type == "cpu":
+            shape = (self.lanes, *tensor.shape[len(self.batch_size) :])
+            self.arrays[key] = tensor.detach().view(shape).numpy()
+
+    def leaf(self, key: Key) -> Leaf:
+        """Shape and dtype of one lane of `key`."""
+        return Leaf.of(self.tensors[key], len(self.batch_size))
+
+    def put(self, key: Key, value: Tensor, where: str) -> None:
+        """Copy `value` into `key`; the shapes must agree, broadcasting would hide a mistake."""
+        target = self.tensors[key]
+        if value.shape != target.shape:
+            raise wrong_shape(key, target.shape, value.shape, where)
+        target.copy_(value)
+
+    def part(self, start: int, stop: int, batch_size: tuple[int, ...]) -> Rows:
+        """The rows of lanes `start` to `stop` as rows of their own over the same memory."""
+        part = Rows({}, batch_size)
+        for key, tensor in self.tensors.items():
+            leaf = tensor.shape[len(self.batch_size) :]
+            lanes = tensor.view(self.lanes, *leaf)[start:stop]
+            part.add(key, lanes.view(batch_size + tuple(leaf)))
+        return part

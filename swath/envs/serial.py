@@ -1,0 +1,147 @@
+"""SerialEnv: several envs as one, stepped one after the other in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from swath.envs.adapt import as_env
+from swath.envs.base import EnvBase
+from swath.envs.gym import GymEnv
+from swath.envs.lanes import GymLanes
+from swath.envs.rows import Leaf, Rows
+from swath.keys import Key
+
+EnvFactory = Callable[..., Any]
+
+
+class SerialEnv(EnvBase):
+    """`num_workers` envs with the batch size `[num_workers, *child]`.
+
+    The envs may differ in all but their layout: the same keys, shapes and dtypes.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        create_env_fn: EnvFactory | Sequence[EnvFactory],
+        *,
+        create_env_kwargs: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Build the envs: `create_env_fn` is one factory for all, or a list with one for each."""
+        factories = _one_each("create_env_fn", create_env_fn, num_workers)
+        kwargs = _one_each("create_env_kwargs", create_env_kwargs or {}, num_workers)
+        self.envs = [as_env(f, k) for f, k in zip(factories, kwargs, strict=True)]
+        if len({id(env) for env in self.envs}) < len(self.envs):
+            raise ValueError(
+                "SerialEnv got the same env twice; each lane needs its own. Build the env inside the factory, as in "
+                "SerialEnv(4, lambda: GymEnv('CartPole-v1'))."
+            )
+        first = self.envs[0]
+        for index, env in enumerate(self.envs):
+            _must_agree(first, env, index)
+        super().__init__(
+            first.observation_space,
+            first.action_space,
+            batch_size=(num_workers, *first.batch_size),
+            device=device if device is not None else first.device,
+        )
+        self.observations, self.actions = first.observations, first.actions
+        self.reward_leaf = first.reward_leaf
+        self._lanes = _merged(self.envs)
+        self._parts: dict[int, tuple[Rows, list[Rows]]] = {}
+
+    @property
+    def rows_device(self) -> torch.device | None:
+        """Where the envs themselves work."""
+        return self.envs[0].rows_device
+
+    @property
+    def out_leaves(self) -> dict[Key, Leaf]:
+        """What a step writes, as the envs themselves say."""
+        return self.envs[0].out_leaves
+
+    def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
+        """Begin new episodes in `lanes`, each in the env that it belongs to."""
+        if self._lanes is not None:
+            self._lanes.reset_into(lanes, out)
+            return
+        size = self.envs[0].num_lanes
+        for index, (env, part) in enumerate(zip(self.envs, self._split(out), strict=True)):
+            own = [lane - index * size for lane in lanes if lane // size == index]
+            if own:
+                env.reset_into(own, part)
+
+    def step_into(self, action: Rows, out: Rows) -> bool:
+        """Step every env on its part of the rows."""
+        if self._lanes is not None:
+            return self._lanes.step_into(action, out)
+        finished = [
+            env.step_into(act, part)
+            for env, act, part in zip(self.envs, self._split(action), self._split(out), strict=True)
+        ]
+        return any(finished)
+
+    def _split(self, rows: Rows) -> list[Rows]:
+        """The parts of `rows` for each env; made once, as rows stay where they are."""
+        known = self._parts.get(id(rows))
+        if known is None or known[0] is not rows:
+            size, shape = self.envs[0].num_lanes, tuple(self.envs[0].batch_size)
+            parts = [rows.part(i * size, (i + 1) * size, shape) for i in range(len(self.envs))]
+            known = self._parts[id(rows)] = (rows, parts)
+        return known[1]
+
+    def _set_seeds(self, seeds: list[int]) -> None:
+        if self._lanes is not None:
+            self._lanes.seed(seeds)
+            return
+        size = self.envs[0].num_lanes
+        for index, env in enumerate(self.envs):
+            env._set_seeds(seeds[index * size : (index + 1) * size])
+
+    def _close(self) -> None:
+        for env in self.envs:
+            env.close()
+
+    def __repr__(self) -> str:
+        """Number of envs, and the first."""
+        return f"SerialEnv({len(self.envs)}, {self.envs[0]!r})"
+
+
+def _one_each(name: str, given: Any, count: int) -> list[Any]:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"num_workers must be a positive whole number, got {count!r}.")
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        if len(given) != count:
+            raise ValueError(f"{name} has {len(given)} elements for num_workers={count}.")
+        return list(given)
+    return [given] * count
+
+
+def _must_agree(first: EnvBase, env: EnvBase, index: int) -> None:
+    for what, wanted, given in (
+        ("batch_size", first.batch_size, env.batch_size),
+        ("observations", first.out_leaves, env.out_leaves),
+        ("actions", first.actions.leaves, env.actions.leaves),
+    ):
+        if wanted != given:
+            raise ValueError(
+                f"SerialEnv needs envs of one layout, but env {index} ({env!r}) differs from env 0 ({first!r}) in its "
+                f"{what}: {given} instead of {wanted}."
+            )
+
+
+def _merged(envs: Sequence[EnvBase]) -> GymLanes | None:
+    """One set of lanes for envs that are all plain gymnasium envs, which spares a call per lane and step."""
+    flat: list[Any] = []
+    for env in envs:
+        own = env.gym_envs if type(env) is GymEnv else None
+        if own is None or env.observation_space != envs[0].observation_space:
+            return None
+        if env.action_space != envs[0].action_space:
+            return None
+        flat.extend(own)
+    return GymLanes(flat, envs[0].observations, envs[0].actions)

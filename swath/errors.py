@@ -1,0 +1,60 @@
+"""The library's own errors and warnings, and how their texts are put together.
+
+An error says what happened, where, the likely cause and what to try. Exceptions raised by a user's env or policy keep
+their type; `annotate` adds the place to them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+class SwathError(Exception):
+    """Base class of the errors that are particular to swath."""
+
+
+class UnsupportedSpaceError(SwathError, TypeError):
+    """A gymnasium space whose values cannot be held in tensors of one fixed shape."""
+
+
+class UnsupportedEnvError(SwathError, TypeError):
+    """Something was given as an environment that cannot be stepped as one."""
+
+
+class ShapeError(SwathError, ValueError):
+    """An env or a policy produced an entry of the wrong shape."""
+
+
+class PolicyError(SwathError, TypeError):
+    """A policy that cannot be called with what the env offers, or does not give what the env needs."""
+
+
+class ClosedError(SwathError, RuntimeError):
+    """An env or a collector was used after it was closed."""
+
+
+class NotANumberWarning(UserWarning):
+    """An env produced NaN in an observation or a reward."""
+
+
+def annotate(error: BaseException, place: str) -> None:
+    """Add `place` to the error's text as a note; the type and the traceback stay as they are."""
+    if hasattr(error, "add_note"):  # Python 3.11 and later
+        error.add_note(place)
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?` for the known name nearest to `name`, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def wrong_shape(key: Any, expected: Iterable[int], given: Iterable[int], where: str) -> ShapeError:
+    """The error for an entry `key` of the wrong shape, made by `where`."""
+    return ShapeError(
+        f"{where} gave {key!r} of shape {tuple(given)}, but {tuple(expected)} was expected. "
+        "The shape of every entry is fixed by the env's spaces and the policy's first call; "
+        "run swath.envs.check_env(env) to see what is wrong with a custom env."
+    )

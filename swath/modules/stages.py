@@ -1,0 +1,136 @@
+"""The stages of a plan: what is done in each step, on rows, in order.
+
+A stage is bound to rows once. `begin` is called before each slot and may draw or fetch what all its steps need, `run`
+is called every step, and `finish` may compute, for the whole slot at once, what no step needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from swath.envs.rows import Rows
+from swath.envs.spaces import ActionCodec
+from swath.errors import PolicyError
+from swath.keys import Key, as_path, nest
+
+
+class Stage(Protocol):
+    """One part of a policy."""
+
+    def begin(self, steps: int, generator: torch.Generator | None) -> None:
+        """Make ready for `steps` steps."""
+
+    def run(self, t: int) -> None:
+        """Do the work of step `t`."""
+
+    def finish(self, columns: Mapping[Key, Tensor], steps: int) -> None:
+        """Fill the stage's late entries, given all columns `[N, T, ...]` of which `steps` steps are valid."""
+
+
+class Plain:
+    """A stage with nothing to do before or after the steps."""
+
+    def begin(self, steps: int, generator: torch.Generator | None) -> None:
+        """Nothing to make ready."""
+
+    def finish(self, columns: Mapping[Key, Tensor], steps: int) -> None:
+        """Nothing is late."""
+
+
+class RandomStage(Plain):
+    """Actions drawn from the action space for a whole slot at once."""
+
+    def __init__(self, codec: ActionCodec, outputs: Rows) -> None:
+        """Draw into the action entries of `outputs`, encoded as these are."""
+        self._codec = codec
+        self._outputs = outputs
+        self._leaves = {key: outputs.leaf(key) for key in codec.leaves}
+        self._drawn: list[tuple[Tensor, Tensor]] = []
+
+    def begin(self, steps: int, generator: torch.Generator | None) -> None:
+        """Draw the actions of all steps."""
+        drawn = self._codec.draw(self._leaves, steps, self._outputs.lanes, generator)
+        self._drawn = [
+            (self._outputs.tensors[k], v.view(steps, *self._outputs.tensors[k].shape)) for k, v in drawn.items()
+        ]
+
+    def run(self, t: int) -> None:
+        """Take the actions of step `t`."""
+        for target, drawn in self._drawn:
+            target.copy_(drawn[t])
+
+
+class TorchStage(Plain):
+    """A module called directly on tensors: what a TensorDictModule holds, without the TensorDict around it."""
+
+    def __init__(
+        self,
+        module: Any,
+        inputs: Sequence[Tensor],
+        outputs: Rows,
+        out_keys: Sequence[Key],
+        device: torch.device | None,
+    ) -> None:
+        """Call `module` with `inputs`; its results, one per key, go to `outputs`."""
+        self._module = module
+        self._inputs = tuple(inputs)
+        self._outputs = outputs
+        self._keys = tuple(out_keys)
+        self._device = device
+
+    def run(self, t: int) -> None:
+        """Call the module and keep its results."""
+        inputs = self._inputs if self._device is None else [x.to(self._device) for x in self._inputs]
+        results = self._module(*inputs)
+        if not isinstance(results, tuple | list):
+            results = (results,)
+        for key, result in zip(self._keys, results, strict=True):
+            if key != "_":
+                self._outputs.put(key, result, "The policy")
+
+
+class TensorDictStage(Plain):
+    """Whatever takes a TensorDict and returns one. The general way, and the slow one."""
+
+    def __init__(
+        self,
+        call: Any,
+        inputs: Mapping[Key, Tensor],
+        outputs: Rows,
+        out_keys: Sequence[Key],
+        device: torch.device | None,
+    ) -> None:
+        """Call `call` with a TensorDict of `inputs`; entries `out_keys` of its answer go to `outputs`."""
+        self._call = call
+        self._inputs = nest(inputs)
+        self._outputs = outputs
+        self._keys = tuple(out_keys)
+        self._device = device
+
+    def run(self, t: int) -> None:
+        """Call the policy and keep what it promised."""
+        answer = ask(self._call, self._inputs, self._outputs.batch_size, self._device)
+        for key in self._keys:
+            value = answer.get(key, None)
+            if value is None:
+                raise PolicyError(f"The policy wrote {'/'.join(as_path(key))!r} in its first call, but not in this one.")
+            self._outputs.put(key, value, "The policy")
+
+
+def ask(
+    call: Any, inputs: Mapping[str, Any], batch_size: tuple[int, ...], device: torch.device | None
+) -> TensorDictBase:
+    """The answer of a policy that takes a TensorDict."""
+    request = TensorDict(inputs, batch_size=batch_size)
+    answer = call(request if device is None else request.to(device))
+    if not isinstance(answer, TensorDictBase):
+        raise PolicyError(
+            f"The policy was called with a TensorDict and returned {type(answer).__name__}; it must return the "
+            "TensorDict with the action in it."
+        )
+    return answer

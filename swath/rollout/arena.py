@@ -1,0 +1,114 @@
+"""Arena and slots: the memory that batches are made of.
+
+NOTE [Slot ownership]: a slot is written by the loop, then lent to the consumer, and comes back by itself. Each delivery
+wraps the slot's memory in fresh array objects, over which the delivered tensors lie. The slot only remembers these
+arrays weakly: when the last tensor, view or slice of the batch has died, so have they, and the slot may be filled again.
+A batch of which anything is kept is therefore never overwritten, and one that is let go costs no allocation. Nothing is
+called when a batch dies; the arena looks when it needs a slot.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swath.envs.rows import Leaf
+from swath.keys import Key
+
+SPARE_SLOTS = 2
+"""Free slots that are kept for later; more than that is what a consumer once held and has let go."""
+
+
+class Slot:
+    """Columns `[N, T, ...]` of every entry: lane-major, so that a delivered batch and each of its episodes is contiguous."""
+
+    def __init__(
+        self, leaves: Mapping[Key, Leaf], batch_size: tuple[int, ...], steps: int, device: torch.device | None
+    ) -> None:
+        """Allocate room for `steps` steps of all lanes."""
+        self.batch_size = batch_size
+        self.lanes = math.prod(batch_size)
+        self.steps = steps
+        self._leaves = leaves
+        self._device = device if device is not None and device.type != "cpu" else None
+        self._lent: list[weakref.ref[np.ndarray]] = []
+        self._allocate()
+
+    def _allocate(self) -> None:
+        shape = (self.lanes, self.steps)
+        self.tensors: dict[Key, Tensor] = {
+            key: torch.zeros(*shape, *leaf.shape, dtype=leaf.dtype, device=self._device)
+            for key, leaf in self._leaves.items()
+        }
+        self.columns: dict[Key, Any] = {
+            key: tensor if self._device is not None else tensor.numpy() for key, tensor in self.tensors.items()
+        }
+
+    def array(self, key: Key) -> np.ndarray:
+        """The column `key` as an array; a copy of it, if it lies on another device."""
+        column = self.columns[key]
+        return column if isinstance(column, np.ndarray) else column.cpu().numpy()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody holds anything of the last delivery."""
+        if any(ref() is not None for ref in self._lent):
+            return False
+        self._lent.clear()
+        return True
+
+    def lend(self, keys: Iterable[Key], steps: int) -> dict[Key, Tensor]:
+        """Ordinary tensors `[*batch_size, steps, ...]` of the entries `keys`, over the slot's memory."""
+        lent: dict[Key, Tensor] = {}
+        for key in keys:
+            if self._device is None:
+                fresh = self.columns[key].view()
+                self._lent.append(weakref.ref(fresh))
+                tensor = torch.from_numpy(fresh)
+            else:
+                tensor = self.tensors[key]
+            if steps < self.steps:
+                tensor = tensor[:, :steps]
+            if len(self.batch_size) == 0:
+                tensor = tensor[0]
+            elif len(self.batch_size) > 1:
+                tensor = tensor.unflatten(0, self.batch_size)
+            lent[key] = tensor
+        if self._device is not None:
+            self._allocate()  # an accelerator's allocator caches by itself
+        return lent
+
+
+class Arena:
+    """Hands out free slots of one layout."""
+
+    def __init__(
+        self, leaves: Mapping[Key, Leaf], batch_size: Iterable[int], device: torch.device | None = None
+    ) -> None:
+        """Fix the layout; memory is taken with the first slot."""
+        self.leaves = dict(leaves)
+        self.allocated = 0
+        """How many slots were ever allocated: constant in steady state."""
+        self._batch_size = tuple(batch_size)
+        self._device = device
+        self._slots: list[Slot] = []
+
+    def acquire(self, steps: int) -> Slot:
+        """A free slot of `steps` steps."""
+        free = [slot for slot in self._slots if slot.is_free]
+        fitting = [slot for slot in free if slot.steps == steps]
+        for slot in free[SPARE_SLOTS:]:
+            if slot not in fitting[:1]:
+                self._slots.remove(slot)
+        if fitting:
+            return fitting[0]
+        slot = Slot(self.leaves, self._batch_size, steps, self._device)
+        self.allocated += 1
+        self._slots.append(slot)
+        return slot

@@ -1,0 +1,36 @@
+"""FrameBudget: how many frames there are still to collect."""
+
+from __future__ import annotations
+
+
+class FrameBudget:
+    """Counts frames against `total` (negative: endless).
+
+    Exact: what is collected is `total`, rounded up only to whole steps of all lanes.
+    """
+
+    def __init__(self, total: int, lanes: int) -> None:
+        """Begin with nothing collected."""
+        self.total = total
+        self.spent = 0
+        self._lanes = lanes
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether there is no limit."""
+        return self.total < 0
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing is left."""
+        return not self.is_endless and self.spent >= self.total
+
+    def steps(self, wanted: int) -> int:
+        """How many of `wanted` steps of all lanes may still be made."""
+        if self.is_endless:
+            return wanted
+        return min(wanted, max(0, -(-(self.total - self.spent) // self._lanes)))
+
+    def spend(self, frames: int) -> None:
+        """Count `frames` as collected."""
+        self.spent += frames

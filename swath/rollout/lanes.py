@@ -1,0 +1,101 @@
+"""Lanes: what every lane is in the middle of, between one step and the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from swath.envs.base import FLAG, EnvBase
+from swath.envs.rows import Leaf, Rows
+from swath.keys import FLAGS, IS_INIT, MASK, STEP_COUNT, TERMINATED, TRUNCATED, Key
+from swath.rollout.stats import EpisodeMeter
+from swath.rollout.trajectories import TrajectoryIds
+
+
+class Lanes:
+    """Observations, ages, recurrent state, ids and running returns of all lanes.
+
+    `present` is what the policy sees and `out` what the env writes. Both hold the observations, in the same memory:
+    once the env has stepped, the present is what it wrote.
+    """
+
+    def __init__(self, env: EnvBase, *, limit: int | None = None, worker: int = 0) -> None:
+        """Begin the first episodes. `limit` is the length at which an episode is cut off."""
+        self.env = env
+        self.count = env.num_lanes
+        self.limit = limit
+        self.out = Rows(env.out_leaves, env.batch_size, env.rows_device)
+        self.present = Rows({}, env.batch_size)
+        for key in env.observation_keys:
+            self.present.add(key, self.out.tensors[key])
+        for key, tensor in Rows(dict.fromkeys(FLAGS, FLAG), env.batch_size, env.rows_device).tensors.items():
+            self.present.add(key, tensor)
+        if limit is not None:
+            ages = Rows({STEP_COUNT: Leaf((1,), torch.int64)}, env.batch_size)
+            self.present.add(STEP_COUNT, ages.tensors[STEP_COUNT])
+            self._ages = ages.arrays[STEP_COUNT].reshape(-1)
+        self.ids = TrajectoryIds(self.count, worker)
+        self.meter = EpisodeMeter(self.count)
+        self.state: list[tuple[Key, Key]] = []
+        self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._begin(range(self.count))
+
+    def attach(self, state: list[tuple[Key, Key]], outputs: Rows) -> None:
+        """Carry the policy's recurrent `state`: pairs of what it reads from the present and writes to `outputs`."""
+        self.state = state
+        self._carried = [(self.present.tensors[read], outputs.tensors[written]) for read, written in state]
+        self._set_init(range(self.count))
+
+    def cut(self) -> bool:
+        """Grow older by one step, and truncate the episodes that reach the limit. Return whether there are any."""
+        assert self.limit is not None
+        self._ages += 1
+        over = self._ages >= self.limit
+        if not over.any():
+            return False
+        truncated = self.out.tensors[TRUNCATED]
+        truncated |= torch.from_numpy(over).view(truncated.shape).to(truncated.device)
+        return True
+
+    def carry(self) -> None:
+        """Hand the recurrent state on to the next step; nobody is at a beginning any more."""
+        for read, written in self._carried:
+            read.copy_(written)
+        if IS_INIT in self.present.tensors:
+            self.present.tensors[IS_INIT].fill_(False)
+
+    def restart_finished(self) -> None:
+        """Begin a new episode in every lane whose episode has ended."""
+        ended = self.out.tensors[TERMINATED] | self.out.tensors[TRUNCATED]
+        lanes = ended.reshape(-1).nonzero().reshape(-1).tolist()
+        self._begin(lanes)
+
+    def wake_idle(self) -> None:
+        """A lane that was idle has only now begun its episode: what the policy wrote meanwhile does not count."""
+        idle = np.flatnonzero(~self.out.arrays[MASK]).tolist()
+        if idle:
+            self._set_init(idle)
+            if self.limit is not None:
+                self._ages[idle] = 0
+
+    def restart(self, lanes: Sequence[int]) -> None:
+        """Cut off the episodes of `lanes` and begin new ones, with new ids."""
+        self._begin(lanes)
+        self.ids.renew(lanes)
+        self.meter.forget(list(lanes))
+
+    def _begin(self, lanes: Sequence[int]) -> None:
+        self.env.reset_into(lanes, self.out)
+        if self.limit is not None:
+            self._ages[lanes] = 0
+        self._set_init(lanes)
+
+    def _set_init(self, lanes: Sequence[int]) -> None:
+        """Zero the recurrent state of `lanes` and mark them as beginning."""
+        index = list(lanes)
+        for read, _ in self._carried:
+            read.view(self.count, -1)[index] = 0
+        if IS_INIT in self.present.tensors:
+            self.present.tensors[IS_INIT].view(self.count, -1)[index] = True

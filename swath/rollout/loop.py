@@ -1,0 +1,242 @@
+"""The rollout loop: the only one in the library. Every collector calls it, wherever it runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from tensordict.nn import InteractionType, set_interaction_type
+
+from swath.envs.base import FLAG, EnvBase
+from swath.envs.rows import Leaf, Rows
+from swath.errors import NotANumberWarning
+from swath.keys import (
+    DONE,
+    FLAGS,
+    IS_INIT,
+    MASK,
+    POLICY_VERSION,
+    REWARD,
+    STEP_COUNT,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    Key,
+    after,
+)
+from swath.modules.policy import PolicyRunner
+from swath.rollout.arena import Arena, Slot
+from swath.rollout.lanes import Lanes
+from swath.rollout.randomness import Randomness
+from swath.rollout.stats import RolloutStats
+from swath.rollout.trajectories import PADDING_ID
+
+EVERY = slice(None)
+
+
+class Interruptor(Protocol):
+    """Something that can end a rollout before its slot is full."""
+
+    def collection_stopped(self) -> bool:
+        """Whether to stop after the current step."""
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """What a loop needs to know beside its env and policy."""
+
+    max_frames_per_traj: int | None = None
+    exploration: InteractionType | None = InteractionType.RANDOM
+    track_traj_ids: bool = True
+    track_version: bool = False
+    compact_obs: bool = False
+    set_truncated: bool = False
+    worker: int = 0
+    policy_device: torch.device | None = None
+    interruptor: Interruptor | None = None
+    fast_policy: bool = True
+    opaque_policy: bool = False
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What a slot holds."""
+
+    steps: int
+    frames: int
+    version: int
+
+
+class RolloutLoop:
+    """Fills slots with steps of all lanes, resuming exactly where the last slot ended."""
+
+    def __init__(self, env: EnvBase, policy: Any, settings: LoopSettings) -> None:
+        """Reset the env and find out what `policy` (see `as_policy`) reads and writes, and so the layout of a slot."""
+        self.env = env
+        self.settings = settings
+        self.version = 0
+        """The version of the weights that the policy acts with."""
+        self.stats = RolloutStats()
+        self.randomness = Randomness(settings.policy_device)
+        self.lanes = Lanes(env, limit=settings.max_frames_per_traj, worker=settings.worker)
+        self.replace_policy(policy)
+        self.arena = Arena(self._leaves(), env.batch_size, env.rows_device)
+        self._warned: set[Key] = set()
+
+    def replace_policy(self, policy: Any) -> None:
+        """Act with `policy` from the next slot on; it must write the same entries."""
+        self.policy = PolicyRunner(
+            policy,
+            self.env,
+            self.lanes.present,
+            device=self.settings.policy_device,
+            fast=self.settings.fast_policy,
+            opaque=self.settings.opaque_policy,
+        )
+        self.lanes.attach(self.policy.state, self.policy.outputs)
+
+    def collect(self, slot: Slot, *, random: bool = False) -> Receipt:
+        """Fill `slot` with consecutive steps of every lane; with `random` actions if so asked."""
+        begun = perf_counter()
+        policy, env, lanes, times = self.policy, self.env, self.lanes, self.stats.timings
+        stopped = self.settings.interruptor.collection_stopped if self.settings.interruptor else None
+        t, in_policy, in_env = 0, 0.0, 0.0
+        with torch.no_grad(), set_interaction_type(self.settings.exploration), self.randomness.applied():
+            acted = policy.begin(slot.steps, self.randomness.generator, random)
+            before = self._pairs(slot, lanes.present, self._seen)
+            behind = self._pairs(slot, policy.outputs, acted) + self._pairs(slot, lanes.out, self._told, after)
+            for t in range(slot.steps):
+                at = t if lanes.count == 1 else (EVERY, t)
+                for column, row in before:  # what the policy sees
+                    column[at] = row
+                start = perf_counter()
+                policy.act(t)
+                between = perf_counter()
+                finished = env.step_into(policy.outputs, lanes.out)
+                in_env += perf_counter() - between
+                in_policy += between - start
+                if lanes.limit is not None:
+                    finished = lanes.cut() or finished
+                for column, row in behind:  # what it did, and what really happened
+                    column[at] = row
+                if self._has_memory:
+                    lanes.carry()
+                if finished:
+                    lanes.restart_finished()
+                if self._idles:
+                    lanes.wake_idle()
+                if stopped is not None and stopped():
+                    break
+            receipt = self._complete(slot, t + 1, acted, random)
+        times.policy += in_policy
+        times.env += in_env
+        times.bookkeeping += perf_counter() - begun - in_policy - in_env
+        return receipt
+
+    # -- the layout --------------------------------------------------------------------------------------------
+
+    def _leaves(self) -> dict[Key, Leaf]:
+        """Shape and dtype of every column, in the order in which they are delivered."""
+        lanes, outputs, settings = self.lanes, self.policy.outputs, self.settings
+        observations = self.env.observation_keys
+        reads = [read for read, written in self.policy.state if written != read]
+        extras = [key for key in (STEP_COUNT, IS_INIT) if key in lanes.present.tensors]
+        self._seen: list[Key] = [*observations, *extras, *reads]
+        self._told: list[Key] = [*(() if settings.compact_obs else observations), REWARD, TERMINATED, TRUNCATED]
+        self._idles = MASK in lanes.out.tensors
+        leaves = {key: lanes.present.leaf(key) for key in self._seen}
+        leaves.update({key: outputs.leaf(key) for key in outputs.tensors})
+        leaves.update(dict.fromkeys(FLAGS, FLAG))
+        leaves.update({after(key): lanes.out.leaf(key) for key in self._told})
+        leaves[after(DONE)] = FLAG
+        if lanes.limit is not None:
+            leaves[after(STEP_COUNT)] = leaves[STEP_COUNT]
+        if settings.track_version:
+            leaves[POLICY_VERSION] = leaves[after(POLICY_VERSION)] = Leaf((), torch.int64)
+        if settings.track_traj_ids:
+            leaves[TRAJ_IDS] = Leaf((), torch.int64)
+        if self._idles:
+            leaves[MASK] = Leaf((), torch.bool)
+        hidden = set(outputs.tensors) - set(self.policy.delivered)
+        self.delivered = [key for key in leaves if key not in hidden]
+        """The keys of a batch; what the policy keeps to itself is left out."""
+        return leaves
+
+    @property
+    def _has_memory(self) -> bool:
+        return bool(self.policy.state) or IS_INIT in self.lanes.present.tensors
+
+    def _pairs(self, slot: Slot, rows: Rows, keys: Iterable[Key], named: Any = None) -> list[tuple[Any, Any]]:
+        """(column, row) for each key: what is copied in a step. One lane is copied without its dimension."""
+        pairs = []
+        for key in keys:
+            column = slot.columns[key if named is None else named(key)]
+            row = rows.arrays[key] if key in rows.arrays else rows.tensors[key].flatten(0, len(rows.batch_size) - 1)
+            pairs.append((column[0], row.reshape(row.shape[1:])) if self.lanes.count == 1 else (column, row))
+        if self._idles and rows is self.lanes.out:
+            pairs.append((slot.columns[MASK], rows.arrays[MASK]))
+        return pairs
+
+    # -- once per slot -----------------------------------------------------------------------------------------
+
+    def _complete(self, slot: Slot, steps: int, acted: Iterable[Key], random: bool) -> Receipt:
+        """Write what follows from the steps: log-probs, done, ids, counts, versions; count and check."""
+        tensors, settings = slot.tensors, self.settings
+        if not random:
+            self.policy.finish(tensors, steps)
+        elif late := set(self.policy.outputs.tensors) - set(acted):
+            for key in late:
+                tensors[key].zero_()
+        for key in FLAGS:  # a lane that has ended is restarted at once, so that no root is ever done
+            tensors[key].zero_()
+        done = torch.logical_or(
+            tensors[after(TERMINATED)], tensors[after(TRUNCATED)], out=tensors[after(DONE)]
+        )
+        ended = done[:, :steps, 0].cpu().numpy().copy()
+        real = slot.array(MASK)[:, :steps] if self._idles else None
+        if settings.track_traj_ids:
+            ids = np.empty((slot.lanes, steps), np.int64)
+            self.lanes.ids.assign(ended, ids)
+            if real is not None:
+                ids[~real] = PADDING_ID
+            tensors[TRAJ_IDS][:, :steps] = torch.from_numpy(ids).to(tensors[TRAJ_IDS].device)
+        if STEP_COUNT in tensors:
+            torch.add(tensors[STEP_COUNT], 1, out=tensors[after(STEP_COUNT)])
+        if settings.track_version:
+            tensors[POLICY_VERSION].fill_(self.version)
+            tensors[after(POLICY_VERSION)].fill_(self.version)
+        if settings.set_truncated:
+            tensors[after(TRUNCATED)][:, steps - 1] |= ~tensors[after(TERMINATED)][:, steps - 1]
+            done[:, steps - 1] = True
+        return self._count(slot, steps, ended, real)
+
+    def _count(self, slot: Slot, steps: int, ended: np.ndarray, real: np.ndarray | None) -> Receipt:
+        stats = self.stats
+        frames = ended.size if real is None else int(real.sum())
+        stats.frames += frames
+        stats.idle_frames += ended.size - frames
+        stats.batches += 1
+        self.lanes.meter.measure(slot.array(after(REWARD))[:, :steps, 0], ended, real, stats)
+        for key in self._told:
+            column = slot.columns[after(key)]
+            if _has_nan(column[:, :steps]) and key not in self._warned:
+                self._warned.add(key)
+                lane = int(torch.as_tensor(column[:, :steps]).flatten(1).isnan().any(1).nonzero()[0, 0])
+                warnings.warn(
+                    f"The env of lane {lane} ({self.env!r}) produced NaN in {key!r}. It is delivered as it is, and this "
+                    "is said only once; swath.envs.check_env(env) may tell more.",
+                    NotANumberWarning,
+                    stacklevel=2,
+                )
+        return Receipt(steps=steps, frames=frames, version=self.version)
+
+
+def _has_nan(column: Any) -> bool:
+    if isinstance(column, np.ndarray):
+        return column.dtype.kind == "f" and bool(np.isnan(column).any())
+    return column.dtype.is_floating_point and bool(column.isnan().any())
