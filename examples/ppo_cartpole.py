@@ -173,13 +173,13 @@ def print_times(stats: dict[str, float], training: float, wall: float) -> None:
     times = {
         "environment steps": stats["time/env"],
         "policy": stats["time/policy"],
-        "collector bookkeeping": stats["time/bookkeeping"],
+        "the rest of collecting": stats["time/bookkeeping"],
         "training": training,
     }
     times["everything else"] = max(0.0, wall - sum(times.values()))
     print("where the time went:")
     for name, seconds in times.items():
-        print(f"  {name:<22}{seconds:7.1f} s {100 * seconds / wall:5.1f} %")
+        print(f"  {name:<23}{seconds:7.1f} s {100 * seconds / wall:5.1f} %")
     collecting = stats["time/env"] + stats["time/policy"] + stats["time/bookkeeping"]
     if collecting > 0:
         print(f"  while collecting: {stats['frames'] / collecting:,.0f} frames/s")

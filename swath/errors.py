@@ -35,6 +35,10 @@ class ClosedError(SwathError, RuntimeError):
     """An env or a collector was used after it was closed."""
 
 
+class EndlessError(SwathError, RuntimeError, TypeError):
+    """An endless collector was asked for its length. A TypeError too, which `list()` expects where there is none."""
+
+
 class NotANumberWarning(UserWarning):
     """An env produced NaN in an observation or a reward."""
 

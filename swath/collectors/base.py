@@ -17,6 +17,7 @@ from swath.collectors.paths import follow
 from swath.collectors.profile import ProfileConfig, ProfilingHook
 from swath.collectors.progress import Progress
 from swath.collectors.weights import requested_weights, warn_of_old_name
+from swath.errors import EndlessError
 from swath.rollout.trajectories import TrajectoryAssembler
 
 
@@ -104,7 +105,7 @@ class BaseCollector(IterableDataset[Any], ABC):
     def __len__(self) -> int:
         """Number of batches; endless collectors have none."""
         if self.config.total_frames < 0:
-            raise RuntimeError("An endless collector (total_frames=-1) has no length.")
+            raise EndlessError("An endless collector (total_frames=-1) has no length.")
         return -(-self.config.total_frames // self.requested_frames_per_batch)
 
     @property
@@ -239,12 +240,17 @@ class BaseCollector(IterableDataset[Any], ABC):
         return found
 
     def map_fn(
-        self, name: str, list_of_args: Sequence[Sequence[Any]], list_of_kwargs: Sequence[dict[str, Any]] | None = None
+        self,
+        name: str,
+        list_of_args: Sequence[Sequence[Any]],
+        list_of_kwargs: Sequence[dict[str, Any]] | None = None,
     ) -> list[Any]:
         """Call the method at `name` once for each set of arguments."""
         kwargs = [{}] * len(list_of_args) if list_of_kwargs is None else list_of_kwargs
         if len(list_of_args) != len(kwargs):
-            raise ValueError(f"map_fn got {len(list_of_args)} sets of arguments and {len(kwargs)} of keyword arguments.")
+            raise ValueError(
+                f"map_fn got {len(list_of_args)} sets of arguments and {len(kwargs)} of keyword arguments."
+            )
         method = follow(self, name)
         if not callable(method):
             raise AttributeError(f"{name!r} is {method!r}, which cannot be called.")
@@ -278,5 +284,8 @@ def _signature(config_class: type[CollectorConfig]) -> inspect.Signature:
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=given)
 
     both = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter("create_env_fn", both), inspect.Parameter("policy", both, default=None)]
+    parameters = [
+        inspect.Parameter("create_env_fn", both),
+        inspect.Parameter("policy", both, default=None),
+    ]
     return inspect.Signature(parameters + [keyword(field.name, field.default) for field in fields(config_class)])

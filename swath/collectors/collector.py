@@ -354,4 +354,3 @@ def _only_one(create_env_fn: Any) -> Any:
             )
         return create_env_fn[0]
     return create_env_fn
-

@@ -18,7 +18,11 @@ Hook = Callable[[TensorDictBase], Any]
 Config = TypeVar("Config", bound="CollectorConfig")
 
 TRAJ_FORMATS = ("padded", "cat")
-SYNONYMS = {"devices": "policy_device", "passing_devices": "storing_device", "exploration_mode": "exploration_type"}
+SYNONYMS = {
+    "devices": "policy_device",
+    "passing_devices": "storing_device",
+    "exploration_mode": "exploration_type",
+}
 """Names of the oldest API; still understood, with a DeprecationWarning."""
 ELSEWHERE = ("backend", "backend_options", "num_collectors", "sync")
 """Arguments that choose another kind of collector; here they may only say "this process"."""
@@ -142,7 +146,9 @@ class CollectorConfig:
         if self.split_trajs and not self.track_traj_ids:
             raise ValueError("split_trajs=True needs the ids that track_traj_ids=False leaves out.")
         if self.split_trajs and self.trajs_per_batch is not None:
-            raise ValueError("split_trajs=True and trajs_per_batch exclude each other: the latter already delivers episodes.")
+            raise ValueError(
+                "split_trajs=True and trajs_per_batch exclude each other: the latter already delivers episodes."
+            )
         self._check_kinds()
         self.devices  # noqa: B018 - raises if one of them is no device
 
@@ -179,7 +185,9 @@ def _with_new_names(owner: str, given: dict[str, Any]) -> dict[str, Any]:
         if old not in given:
             continue
         if new in given:
-            raise TypeError(f"{owner} got both {old}={given[old]!r} and {new}={given[new]!r}; {old} is the old name of {new}.")
+            raise TypeError(
+                f"{owner} got both {old}={given[old]!r} and {new}={given[new]!r}; {old} is the old name of {new}."
+            )
         warnings.warn(f"{old} is an old name; use {new}.", DeprecationWarning, stacklevel=4)
         value = given.pop(old)
         if old == "exploration_mode" and isinstance(value, str):
@@ -229,4 +237,3 @@ def _positive(name: str, value: Any) -> None:
 
 def _shown(given: Mapping[str, Any], names: list[str]) -> str:
     return ", ".join(f"{name}={given[name]!r}" for name in names)
-

@@ -14,7 +14,9 @@ def follow(root: Any, path: str) -> Any:
     while position < len(path):
         step = _STEP.match(path, position)
         if step is None:
-            raise ValueError(f"The path {path!r} cannot be read at position {position}; write it like env.envs[0].name.")
+            raise ValueError(
+                f"The path {path!r} cannot be read at position {position}; write it like env.envs[0].name."
+            )
         name, index = step.groups()
         if name is not None:
             found = getattr(found, name)

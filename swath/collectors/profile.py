@@ -11,7 +11,10 @@ from tensordict import TensorDictBase
 
 from swath.errors import suggestion
 
-ACTIVITIES = {"cpu": torch.profiler.ProfilerActivity.CPU, "cuda": torch.profiler.ProfilerActivity.CUDA}
+ACTIVITIES = {
+    "cpu": torch.profiler.ProfilerActivity.CPU,
+    "cuda": torch.profiler.ProfilerActivity.CUDA,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,10 @@ class Progress:
         """Show where the collector is now."""
         stats = self._collector.stats()
         if "mean_return" in stats:
-            self._bar.set_postfix_str(f"return {stats['mean_return']:.1f}, length {stats['mean_length']:.0f}", refresh=False)
+            self._bar.set_postfix_str(
+                f"return {stats['mean_return']:.1f}, length {stats['mean_length']:.0f}",
+                refresh=False,
+            )
         if self._bar.total is not None and stats["frames"] > self._bar.total:
             self._bar.total = stats["frames"]  # rounded up to whole steps of all lanes
         self._bar.update(stats["frames"] - self._bar.n)
@@ -40,7 +43,12 @@ class Progress:
         """Show the bar."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Leave the bar standing at its last value."""
         if kind is None:
             self.update()

@@ -16,10 +16,19 @@ POLICY_ID = "policy"
 
 
 def requested_weights(
-    positional: Any, weights: Any, policy: Any, model_id: str | None, weights_dict: Mapping[str, Any] | None
+    positional: Any,
+    weights: Any,
+    policy: Any,
+    model_id: str | None,
+    weights_dict: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """`{model id: source}` from whichever form was used; a source of None is the collector's own policy."""
-    given = {"a positional argument": positional, "weights": weights, "policy": policy, "weights_dict": weights_dict}
+    given = {
+        "a positional argument": positional,
+        "weights": weights,
+        "policy": policy,
+        "weights_dict": weights_dict,
+    }
     sources = [name for name, value in given.items() if value is not None]
     if len(sources) > 1:
         raise ValueError(f"update_policy_weights_ takes one source of weights, got {' and '.join(sources)}.")

@@ -114,7 +114,10 @@ class EnvBase:
             mask = torch.zeros(self.num_lanes, dtype=torch.bool)
             mask[list(lanes)] = True
             request = TensorDict(
-                {**nest((k, out.tensors[k]) for k in self.observation_keys), RESET: mask.view(*self.batch_size, 1)},
+                {
+                    **nest((k, out.tensors[k]) for k in self.observation_keys),
+                    RESET: mask.view(*self.batch_size, 1),
+                },
                 batch_size=self.batch_size,
             )
         answer = self._reset(request)
@@ -228,7 +231,9 @@ class EnvBase:
         By default it ends with the first finished lane; otherwise finished lanes are reset and go on.
         """
         if not auto_reset and tensordict is None:
-            raise ValueError("rollout(auto_reset=False) needs the tensordict to begin from: pass tensordict=env.reset().")
+            raise ValueError(
+                "rollout(auto_reset=False) needs the tensordict to begin from: pass tensordict=env.reset()."
+            )
         root = self.reset() if auto_reset or tensordict is None else tensordict
         steps = []
         with torch.no_grad():
@@ -240,9 +245,8 @@ class EnvBase:
                     break
         if not steps:
             raise ValueError(f"rollout(max_steps={max_steps}) has no step to return; max_steps must be at least 1.")
-        dim = len(self.batch_size)
-        stacked = torch.stack(steps, dim)
-        stacked.refine_names(..., "time")
+        stacked: TensorDictBase = TensorDict.stack(steps, len(self.batch_size))
+        stacked.names = [*(None,) * len(self.batch_size), "time"]
         return stacked
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -315,7 +319,9 @@ class EnvBase:
         for key in self.action_keys:
             value = tensordict.get(key, None)
             if value is None:
-                raise KeyError(f"step() found no {key!r} in the TensorDict, only {sorted(map(str, tensordict.keys()))}.")
+                raise KeyError(
+                    f"step() found no {key!r} in the TensorDict, only {sorted(map(str, tensordict.keys()))}."
+                )
             given[key] = value
         leaves = {key: Leaf.of(value, len(self.batch_size)) for key, value in given.items()}
         rows = self._action_rows
@@ -333,7 +339,9 @@ class EnvBase:
 
     def _td(self, entries: dict[Any, Any]) -> TensorDict:
         return TensorDict(
-            nest((as_key(k), v) for k, v in entries.items()), batch_size=self.batch_size, device=self.device
+            nest((as_key(k), v) for k, v in entries.items()),
+            batch_size=self.batch_size,
+            device=self.device,
         )
 
 
@@ -349,4 +357,3 @@ def _flags(answer: TensorDictBase) -> tuple[Tensor, Tensor]:
         done = answer.get(DONE, None)
         truncated = torch.zeros_like(terminated) if done is None else done & ~terminated
     return terminated, truncated
-

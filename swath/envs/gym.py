@@ -84,7 +84,9 @@ class GymEnv(EnvBase):
             space, action_space = first.single_observation_space, first.single_action_space
         else:
             if num_envs > 1 and isinstance(env, gym.Env):
-                raise ValueError(f"num_envs={num_envs} needs a name or a factory: one instance cannot be {num_envs} envs.")
+                raise ValueError(
+                    f"num_envs={num_envs} needs a name or a factory: one instance cannot be {num_envs} envs."
+                )
             envs = [first, *(make() for _ in range(num_envs - 1))]
             if len({id(e) for e in envs}) < len(envs):
                 raise ValueError(
@@ -167,9 +169,7 @@ def _factory(env: Any, kwargs: dict[str, Any], from_pixels: bool) -> Callable[[]
     )
 
 
-def _wrap(
-    env: gym.Env[Any, Any], frame_skip: int | None, from_pixels: bool, pixels_only: bool
-) -> gym.Env[Any, Any]:
+def _wrap(env: gym.Env[Any, Any], frame_skip: int | None, from_pixels: bool, pixels_only: bool) -> gym.Env[Any, Any]:
     if frame_skip is not None:
         env = _FrameSkip(env, frame_skip)
     if from_pixels:

@@ -31,7 +31,10 @@ class GymLanes:
     idles = False
 
     def __init__(
-        self, envs: Sequence[gym.Env[Any, Any]], observations: ObservationCodec, actions: ActionCodec
+        self,
+        envs: Sequence[gym.Env[Any, Any]],
+        observations: ObservationCodec,
+        actions: ActionCodec,
     ) -> None:
         """Take over `envs`, whose values are translated by the codecs."""
         self.envs = list(envs)
@@ -62,7 +65,12 @@ class GymLanes:
             self._bound_action = action
         if out is not self._bound_out:
             self._bind_out(out)
-        write, reward, terminated, truncated = self._write, self._reward, self._terminated, self._truncated
+        write, reward, terminated, truncated = (
+            self._write,
+            self._reward,
+            self._terminated,
+            self._truncated,
+        )
         finished = False
         lane = -1
         act: Any = None
@@ -100,9 +108,7 @@ class GymLanes:
 class VectorLanes:
     """A `gymnasium.vector.VectorEnv`; see NOTE [Final observations]."""
 
-    def __init__(
-        self, env: VectorEnv[Any, Any, Any], observations: ObservationCodec, actions: ActionCodec
-    ) -> None:
+    def __init__(self, env: VectorEnv[Any, Any, Any], observations: ObservationCodec, actions: ActionCodec) -> None:
         """Take over `env`, whatever its autoreset mode."""
         self.env = env
         self._observations = observations

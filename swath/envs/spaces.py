@@ -124,10 +124,7 @@ class ObservationCodec:
         writers = [(e.path, self._writer(e, rows.arrays[e.key])) for e in self.entries]
         lanes = range(rows.lanes)
         whole = [
-            (e.path, rows.arrays[e.key])
-            if isinstance(e.space, gs.Box | gs.MultiBinary)
-            else None
-            for e in self.entries
+            (e.path, rows.arrays[e.key]) if isinstance(e.space, gs.Box | gs.MultiBinary) else None for e in self.entries
         ]
 
         def write(observation: Any) -> None:
@@ -239,9 +236,9 @@ class ActionCodec:
                 return lambda: array + space.start
             if shape == (int(nvec.sum()),):
                 cuts = blocks[1:]
-                return lambda: (
-                    np.stack([b.argmax(1) for b in np.split(array, cuts, 1)], 1) + starts
-                ).reshape(-1, *nvec.shape)
+                return lambda: (np.stack([b.argmax(1) for b in np.split(array, cuts, 1)], 1) + starts).reshape(
+                    -1, *nvec.shape
+                )
         elif shape == tuple(space.shape or ()):
             dtype = space.dtype
             return lambda: array.astype(dtype)
@@ -253,14 +250,11 @@ class ActionCodec:
     ) -> dict[Key, Tensor]:
         """Random actions for `steps` steps of `lanes` lanes, `[T, N, ...]`, encoded as `leaves` says."""
         return {
-            entry.key: self._draw(entry.space, leaves[entry.key], (steps, lanes), generator)
-            for entry in self.entries
+            entry.key: self._draw(entry.space, leaves[entry.key], (steps, lanes), generator) for entry in self.entries
         }
 
     @staticmethod
-    def _draw(
-        space: gs.Space[Any], leaf: Leaf, shape: tuple[int, ...], g: torch.Generator | None
-    ) -> Tensor:
+    def _draw(space: gs.Space[Any], leaf: Leaf, shape: tuple[int, ...], g: torch.Generator | None) -> Tensor:
         if isinstance(space, gs.Discrete):
             return _encode(torch.randint(int(space.n), shape, generator=g), int(space.n), leaf)
         if isinstance(space, gs.MultiDiscrete):
@@ -291,9 +285,9 @@ def _draw_box(space: gs.Box, shape: tuple[int, ...], g: torch.Generator | None) 
         span = high - low + 1
         return (low + torch.rand(shape, generator=g, dtype=torch.float64) * span).floor().minimum(high)
     below, above = torch.from_numpy(space.bounded_below), torch.from_numpy(space.bounded_above)
-    uniform = low.nan_to_num() + torch.rand(shape, generator=g, dtype=torch.float64) * (
-        high - low
-    ).nan_to_num(0.0, 0.0, 0.0)
+    uniform = low.nan_to_num() + torch.rand(shape, generator=g, dtype=torch.float64) * (high - low).nan_to_num(
+        0.0, 0.0, 0.0
+    )
     if bool((below & above).all()):
         return uniform
     tail = torch.empty(shape, dtype=torch.float64).exponential_(generator=g)

@@ -97,7 +97,11 @@ class MLPStage(Plain):
     """Linear layers and activations, possibly with a NormalParamExtractor at the end."""
 
     def __init__(
-        self, layers: Sequence[nn.Module], source: np.ndarray, outputs: Rows, out_keys: Sequence[Key]
+        self,
+        layers: Sequence[nn.Module],
+        source: np.ndarray,
+        outputs: Rows,
+        out_keys: Sequence[Key],
     ) -> None:
         """Run `layers` on `source` `[N, in]`; results go to `outputs`. Use `mlp_stage`, which checks that it fits."""
         self._source = source
@@ -142,9 +146,7 @@ class MLPStage(Plain):
             np.maximum(scale, self._split.scale_lb, scale)
 
 
-def mlp_stage(
-    module: nn.Module, source: np.ndarray, outputs: Rows, out_keys: Sequence[Key]
-) -> MLPStage | None:
+def mlp_stage(module: nn.Module, source: np.ndarray, outputs: Rows, out_keys: Sequence[Key]) -> MLPStage | None:
     """A stage that does what `module` does, or None if this module has to run itself."""
     layers = flatten(module)
     if not layers or source.ndim != 2 or not isinstance(layers[0], nn.Linear):

@@ -45,9 +45,7 @@ def as_policy(policy: Any, env: EnvBase) -> Any:
     if isinstance(policy, TensorDictModuleBase | RandomPolicy):
         return policy
     if not callable(policy):
-        raise PolicyError(
-            f"policy must be a module, a callable or None, got {type(policy).__name__}: {policy!r}."
-        )
+        raise PolicyError(f"policy must be a module, a callable or None, got {type(policy).__name__}: {policy!r}.")
     in_keys = _arguments(policy, env)
     if in_keys is None:
         return policy

@@ -97,11 +97,10 @@ class Probe:
                         self._present.add(key, torch.zeros_like(written[writes[key]]))
                     return written
                 shapes = given
-        error = PolicyError(
+        raise PolicyError(
             f"The shape of the policy's recurrent state {missing} could not be found out. Set it on the policy: "
             f"policy.state_shapes = {{{missing[0]!r}: (hidden_size,)}}."
-        )
-        raise error from failure
+        ) from failure
 
     def _candidates(self, missing: list[Key]) -> Iterator[dict[Key, tuple[int, ...]]]:
         """Guesses: what the policy says itself, then the sizes of its recurrent and linear layers."""
@@ -133,7 +132,10 @@ class Probe:
                 answer = ask(call, nest(inputs), self._present.batch_size, self._device)
             except Exception as error:
                 seen = {"/".join(as_path(k)): tuple(v.shape) for k, v in inputs.items()}
-                annotate(error, f"Raised by the policy's first call, with the first observation of {self._env!r}: {seen}.")
+                annotate(
+                    error,
+                    f"Raised by the policy's first call, with the first observation of {self._env!r}: {seen}.",
+                )
                 raise
         declared = {as_key(key) for key in getattr(self._policy, "out_keys", None) or ()}
         device = next(iter(self._present.tensors.values())).device

@@ -27,7 +27,14 @@ GREEDY = (InteractionType.MODE, InteractionType.DETERMINISTIC)
 class CategoricalStage:
     """Categorical and one-hot: the largest of the logits plus Gumbel noise."""
 
-    def __init__(self, rows: Mapping[Key, np.ndarray], logits: Key, action: Key, log_prob: Key | None, greedy: bool) -> None:
+    def __init__(
+        self,
+        rows: Mapping[Key, np.ndarray],
+        logits: Key,
+        action: Key,
+        log_prob: Key | None,
+        greedy: bool,
+    ) -> None:
         """Sample `action` from `logits`; both are keys of `rows`."""
         self._logits, self._action = rows[logits], rows[action]
         self._keys = (logits, action, log_prob)
@@ -182,5 +189,3 @@ def _must_be_numbers(parameters: Tensor, key: Key, family: str) -> None:
             f"The policy produced NaN in {key!r}, the parameters of its {family} distribution. Its weights or its "
             "inputs are not finite: look at the last optimiser step, the learning rate and the observations."
         )
-
-

@@ -118,7 +118,9 @@ class TensorDictStage(Plain):
         for key in self._keys:
             value = answer.get(key, None)
             if value is None:
-                raise PolicyError(f"The policy wrote {'/'.join(as_path(key))!r} in its first call, but not in this one.")
+                raise PolicyError(
+                    f"The policy wrote {'/'.join(as_path(key))!r} in its first call, but not in this one."
+                )
             self._outputs.put(key, value, "The policy")
 
 

@@ -29,7 +29,11 @@ class Slot:
     """Columns `[N, T, ...]` of every entry: lane-major, so that a delivered batch and each of its episodes is contiguous."""
 
     def __init__(
-        self, leaves: Mapping[Key, Leaf], batch_size: tuple[int, ...], steps: int, device: torch.device | None
+        self,
+        leaves: Mapping[Key, Leaf],
+        batch_size: tuple[int, ...],
+        steps: int,
+        device: torch.device | None,
     ) -> None:
         """Allocate room for `steps` steps of all lanes."""
         self.batch_size = batch_size
@@ -89,7 +93,10 @@ class Arena:
     """Hands out free slots of one layout."""
 
     def __init__(
-        self, leaves: Mapping[Key, Leaf], batch_size: Iterable[int], device: torch.device | None = None
+        self,
+        leaves: Mapping[Key, Leaf],
+        batch_size: Iterable[int],
+        device: torch.device | None = None,
     ) -> None:
         """Fix the layout; memory is taken with the first slot."""
         self.leaves = dict(leaves)

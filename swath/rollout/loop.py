@@ -106,7 +106,11 @@ class RolloutLoop:
         policy, env, lanes, times = self.policy, self.env, self.lanes, self.stats.timings
         stopped = self.settings.interruptor.collection_stopped if self.settings.interruptor else None
         t, in_policy, in_env = 0, 0.0, 0.0
-        with torch.no_grad(), set_interaction_type(self.settings.exploration), self.randomness.applied():
+        with (
+            torch.no_grad(),
+            set_interaction_type(self.settings.exploration),
+            self.randomness.applied(),
+        ):
             acted = policy.begin(slot.steps, self.randomness.generator, random)
             before = self._pairs(slot, lanes.present, self._seen)
             behind = self._pairs(slot, policy.outputs, acted) + self._pairs(slot, lanes.out, self._told, after)
@@ -147,7 +151,12 @@ class RolloutLoop:
         reads = [read for read, written in self.policy.state if written != read]
         extras = [key for key in (STEP_COUNT, IS_INIT) if key in lanes.present.tensors]
         self._seen: list[Key] = [*observations, *extras, *reads]
-        self._told: list[Key] = [*(() if settings.compact_obs else observations), REWARD, TERMINATED, TRUNCATED]
+        self._told: list[Key] = [
+            *(() if settings.compact_obs else observations),
+            REWARD,
+            TERMINATED,
+            TRUNCATED,
+        ]
         self._idles = MASK in lanes.out.tensors
         leaves = {key: lanes.present.leaf(key) for key in self._seen}
         leaves.update({key: outputs.leaf(key) for key in outputs.tensors})
@@ -194,9 +203,7 @@ class RolloutLoop:
                 tensors[key].zero_()
         for key in FLAGS:  # a lane that has ended is restarted at once, so that no root is ever done
             tensors[key].zero_()
-        done = torch.logical_or(
-            tensors[after(TERMINATED)], tensors[after(TRUNCATED)], out=tensors[after(DONE)]
-        )
+        done = torch.logical_or(tensors[after(TERMINATED)], tensors[after(TRUNCATED)], out=tensors[after(DONE)])
         ended = done[:, :steps, 0].cpu().numpy().copy()
         real = slot.array(MASK)[:, :steps] if self._idles else None
         if settings.track_traj_ids:

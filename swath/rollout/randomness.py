@@ -47,7 +47,10 @@ class Randomness:
 
     def _swap(self, states: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
         cpu, cuda = states
-        before = torch.get_rng_state(), None if self._cuda is None else torch.cuda.get_rng_state(self._cuda)
+        before = (
+            torch.get_rng_state(),
+            None if self._cuda is None else torch.cuda.get_rng_state(self._cuda),
+        )
         torch.set_rng_state(cpu)
         if self._cuda is not None and cuda is not None:
             torch.cuda.set_rng_state(cuda, self._cuda)
@@ -57,7 +60,11 @@ class Randomness:
         """Where the stream is, or None without a seed."""
         if self.generator is None or self._states is None:
             return None
-        return {"noise": self.generator.get_state(), "cpu": self._states[0], "cuda": self._states[1]}
+        return {
+            "noise": self.generator.get_state(),
+            "cpu": self._states[0],
+            "cuda": self._states[1],
+        }
 
     def load_state_dict(self, state: dict[str, Tensor] | None) -> None:
         """Go on from where the stream was."""

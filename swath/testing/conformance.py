@@ -1,0 +1,315 @@
+"""Conformance suites: subclass in a test file, say how the thing is made, and its contract is tested.
+
+class TestMyEnv(EnvConformance):
+    def make_env(self):
+        return MyEnv()
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+
+from swath.collectors import BaseCollector
+from swath.envs import EnvBase, Rows
+from swath.keys import DONE, FLAGS, MASK, NEXT, OBSERVATION, RESET, REWARD, TRAJ_IDS
+from swath.testing.checks import assert_follows, assert_frames_belong, assert_whole_episodes, assert_whole_in_a_row
+
+
+class EnvConformance:
+    """What every env must do."""
+
+    def make_env(self) -> EnvBase:
+        """A new env; every call must give one that behaves the same when it is seeded the same."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def env(self) -> Any:
+        """An env that is closed after the test."""
+        env = self.make_env()
+        yield env
+        env.close()
+
+    def test_reset_gives_all_observations_and_no_flag(self, env: EnvBase) -> None:
+        """Reset fits the spaces."""
+        td = env.reset()
+        assert td.batch_size == env.batch_size
+        for key, leaf in env.observations.leaves.items():
+            assert td.get(key).shape == (*env.batch_size, *leaf.shape)
+            assert td.get(key).dtype == leaf.dtype
+        for flag in FLAGS:
+            assert td.get(flag).shape == (*env.batch_size, 1)
+            assert not td.get(flag).any()
+
+    def test_step_writes_next(self, env: EnvBase) -> None:
+        """A step leaves the root alone and writes what happened."""
+        td = env.rand_action(env.reset())
+        before = td.clone()
+        env.step(td)
+        assert (td.exclude(NEXT) == before).all()
+        answer = td.get(NEXT)
+        assert answer.get(REWARD).shape == (*env.batch_size, *env.reward_leaf.shape)
+        for key, leaf in env.observations.leaves.items():
+            assert answer.get(key).shape == (*env.batch_size, *leaf.shape)
+            assert answer.get(key).dtype == leaf.dtype
+        for flag in FLAGS:
+            assert answer.get(flag).dtype == torch.bool
+
+    def test_step_returns_tensors_of_their_own(self, env: EnvBase) -> None:
+        """What a step returned does not change with the next."""
+        first = env.step(env.rand_action(env.reset()))
+        kept = first.clone()
+        env.step(env.rand_action(env.reset()))
+        assert (first == kept).all()
+
+    def test_same_seed_same_episodes(self, env: EnvBase) -> None:
+        """Seeding decides what happens."""
+
+        def run(seed: int) -> TensorDictBase:
+            env.set_seed(seed)
+            return env.rollout(20, break_when_any_done=False)
+
+        first, again = run(3), run(3)
+        assert (first.select(*env.action_keys) == again.select(*env.action_keys)).all()
+        if not self.counts_episodes:
+            assert (first == again).all()
+
+    counts_episodes = False
+    """Whether observations hold a count of episodes, which seeding does not take back."""
+
+    def test_partial_reset_touches_only_the_lanes_asked_for(self, env: EnvBase) -> None:
+        """The other lanes go on."""
+        if env.num_lanes < 2:
+            pytest.skip("one lane")
+        td = env.step(env.rand_action(env.reset())).get(NEXT).clone()
+        chosen = torch.zeros(env.num_lanes, 1, dtype=torch.bool)
+        chosen[0] = True
+        td.set(RESET, chosen.view(*env.batch_size, 1))
+        after_reset = env.reset(td)
+        for key in env.observation_keys:
+            kept = after_reset.get(key).reshape(env.num_lanes, -1)[1:]
+            assert (kept == td.get(key).reshape(env.num_lanes, -1)[1:]).all()
+
+    def test_rollout_follows_on(self, env: EnvBase) -> None:
+        """Inside an episode, what happened is what is seen next."""
+        td = env.rollout(30, break_when_any_done=False)
+        time = len(env.batch_size)
+        going_on = ~td.get((NEXT, DONE)).narrow(time, 0, td.shape[time] - 1).squeeze(-1)
+        for key in env.observation_keys:
+            seen = td.get(key).narrow(time, 1, td.shape[time] - 1)[going_on]
+            happened = td.get((NEXT, *([key] if isinstance(key, str) else key)))
+            assert (happened.narrow(time, 0, td.shape[time] - 1)[going_on] == seen).all()
+
+    def test_rows_and_surface_agree(self, env: EnvBase) -> None:
+        """`step_into` does what `step` does."""
+        if env.rows_device is not None and env.rows_device.type != "cpu":
+            pytest.skip("rows on another device")
+        env.set_seed(5)
+        out = Rows(env.out_leaves, env.batch_size, env.rows_device)
+        env.reset_into(range(env.num_lanes), out)
+        action = Rows(env.actions.leaves, env.batch_size, env.rows_device)
+        finished = env.step_into(action, out)
+        ended = out.tensors["terminated"] | out.tensors["truncated"]
+        assert finished == bool(ended.any())
+
+    def test_close_twice(self, env: EnvBase) -> None:
+        """Closing is idempotent, and a closed env says so."""
+        env.reset()
+        env.close()
+        env.close()
+        assert env.is_closed
+        with pytest.raises(RuntimeError, match="closed"):
+            env.reset()
+
+
+class CollectorConformance:
+    """What every collector must do, told by counting envs.
+
+    `make_collector(lanes, lengths, **options)` makes a collector of `lanes` counting envs (0: one without a batch
+    dimension) whose episodes have `lengths`.
+    """
+
+    def make_collector(self, lanes: int, lengths: Any, **options: Any) -> BaseCollector:
+        """A new collector."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def make(self) -> Any:
+        """Makes collectors that are shut down after the test."""
+        made: list[BaseCollector] = []
+
+        def build(lanes: int = 2, lengths: Any = 5, **options: Any) -> BaseCollector:
+            made.append(self.make_collector(lanes, lengths, **options))
+            return made[-1]
+
+        yield build
+        for collector in made:
+            collector.shutdown()
+
+    Make = Callable[..., BaseCollector]
+
+    @pytest.mark.parametrize("lanes", [0, 1, 3])
+    def test_every_frame_is_where_it_belongs(self, make: Make, lanes: int) -> None:
+        """Over several batches, with episodes that span them."""
+        before = None
+        for batch in make(lanes, [3, 4, 1, 7], frames_per_batch=5 * max(1, lanes), total_frames=40 * max(1, lanes)):
+            assert batch.names[-1] == "time"
+            assert_frames_belong(batch)
+            if before is not None:
+                assert_follows(before, batch)
+            before = batch
+
+    def test_batches_that_are_kept_do_not_change(self, make: Make) -> None:
+        """Also when only a slice is kept."""
+        batches, copies = [], []
+        for batch in make(2, 4, frames_per_batch=10, total_frames=100):
+            batches.append(batch.get(OBSERVATION)[..., 1:, :])
+            copies.append(batches[-1].clone())
+        for kept, copy in zip(batches, copies, strict=True):
+            assert torch.equal(kept, copy)
+
+    @pytest.mark.parametrize(("total", "per_batch"), [(25, 10), (7, 10), (40, 10), (1, 1)])
+    def test_total_frames_are_exact(self, make: Make, total: int, per_batch: int) -> None:
+        """Rounded up only to whole steps of all lanes."""
+        batches = list(make(0, 5, frames_per_batch=per_batch, total_frames=total))
+        assert sum(batch.numel() for batch in batches) == total
+        assert len(batches) == math.ceil(total / per_batch)
+
+    def test_len(self, make: Make) -> None:
+        """Number of batches; none without an end."""
+        assert len(make(0, 5, frames_per_batch=10, total_frames=25)) == 3
+        with pytest.raises(RuntimeError, match="endless"):
+            len(make(0, 5, frames_per_batch=10))
+
+    def test_next_ends_with_none_and_mixes_with_for(self, make: Make) -> None:
+        """All ways of iterating continue one stream."""
+        collector = make(0, 100, frames_per_batch=10, total_frames=30)
+        first = collector.next()
+        for second in collector:
+            break
+        third = collector.next()
+        assert [int(b.get(OBSERVATION)[0, 2]) for b in (first, second, third)] == [0, 10, 20]
+        assert collector.next() is None
+        assert list(collector) == []
+
+    @pytest.mark.parametrize("form", ["padded", "cat"])
+    def test_whole_episodes(self, make: Make, form: str) -> None:
+        """Complete and in the order in which they end, however they lie in the batches."""
+        lengths = [3, 9, 1, 4]
+        found = []
+        check = assert_whole_episodes if form == "padded" else assert_whole_in_a_row
+        collector = make(2, lengths, frames_per_batch=8, total_frames=400, trajs_per_batch=3, traj_format=form)
+        for batch in collector:
+            episodes = check(batch, lambda lane, episode: lengths[episode % 4])
+            assert len(episodes) == 3
+            found.extend(episodes)
+        assert len(found) == len(set(found))
+        for lane in (0, 1):
+            mine = [episode for where, episode in found if where == lane]
+            assert mine == list(range(len(mine)))
+        stats = collector.stats()
+        delivered = sum(lengths[episode % 4] for _, episode in found)
+        assert delivered + stats["dropped_frames"] == stats["frames"] == 400
+
+    def test_split_trajs(self, make: Make) -> None:
+        """One row per trajectory, with a mask."""
+        batch = next(iter(make(2, 4, frames_per_batch=20, total_frames=20, split_trajs=True)))
+        assert batch.shape == (6, 4)
+        assert int(batch.get(MASK).sum()) == 20
+        assert (batch.get(TRAJ_IDS)[~batch.get(MASK)] == -1).all()
+
+    def test_max_frames_per_traj_truncates(self, make: Make) -> None:
+        """The k-th step is truncated, not terminated, and the next begins anew."""
+        batch = next(iter(make(2, 100, frames_per_batch=20, total_frames=20, max_frames_per_traj=3)))
+        assert_frames_belong(batch)
+        truncated = batch.get((NEXT, "truncated"))[..., 0]
+        assert truncated.nonzero()[:, 1].tolist() == [2, 5, 8] * 2
+        assert not batch.get((NEXT, "terminated")).any()
+        assert batch.get("step_count")[0, :, 0].tolist() == [0, 1, 2] * 3 + [0]
+        assert batch.get((NEXT, "step_count"))[0, :, 0].tolist() == [1, 2, 3] * 3 + [1]
+
+    def test_reset_at_each_iter(self, make: Make) -> None:
+        """Each batch begins with new episodes, with new ids."""
+        batches = list(make(2, 100, frames_per_batch=6, total_frames=18, reset_at_each_iter=True))
+        for number, batch in enumerate(batches):
+            assert_frames_belong(batch)
+            assert (batch.get(OBSERVATION)[:, 0, 1] == number).all()
+            assert (batch.get(OBSERVATION)[:, 0, 2] == 0).all()
+        ids = torch.stack([batch.get(TRAJ_IDS)[:, 0] for batch in batches])
+        assert len(ids.unique()) == ids.numel()
+
+    def test_postproc_and_hooks(self, make: Make) -> None:
+        """In order: before the rollout, post-processing, after it."""
+        calls: list[str] = []
+
+        def postproc(batch: TensorDictBase) -> TensorDictBase:
+            calls.append("postproc")
+            return batch.set("seen", torch.ones(*batch.shape, 1))
+
+        collector = make(
+            0,
+            5,
+            frames_per_batch=5,
+            total_frames=10,
+            postproc=postproc,
+            pre_collect_hook=lambda: calls.append("pre"),
+            post_collect_hook=lambda batch: calls.append(f"post {'seen' in batch.keys()}"),
+        )
+        assert all("seen" in batch.keys() for batch in collector)
+        assert calls == ["pre", "postproc", "post True"] * 2
+
+    def test_set_truncated_marks_the_last_step(self, make: Make) -> None:
+        """And nothing else."""
+        batch = next(iter(make(2, 4, frames_per_batch=10, total_frames=10, set_truncated=True)))
+        assert batch.get((NEXT, "done"))[0, :, 0].tolist() == [False, False, False, True, True]
+        assert batch.get((NEXT, "truncated"))[0, :, 0].tolist() == [False, False, False, False, True]
+
+    def test_seeded_twice_is_the_same(self, make: Make) -> None:
+        """`set_seed` makes the next batches repeatable."""
+
+        def actions(seed: int) -> torch.Tensor:
+            collector = make(2, 5, frames_per_batch=20, total_frames=60)
+            collector.set_seed(seed)
+            return torch.cat([batch.get("action") for batch in collector])
+
+        assert torch.equal(actions(1), actions(1))
+        assert not torch.equal(actions(1), actions(2))
+
+    def test_shutdown_is_idempotent(self, make: Make) -> None:
+        """Twice, before and after use, and in a with block."""
+        unused = make(2, 5, frames_per_batch=10)
+        unused.shutdown()
+        unused.shutdown()
+        with make(2, 5, frames_per_batch=10) as collector:
+            next(iter(collector))
+        collector.shutdown()
+        assert list(collector) == []
+
+    def test_state_dict_goes_on_without_colliding_ids(self, make: Make) -> None:
+        """Counters continue, ids are new."""
+        first = make(2, 5, frames_per_batch=10, total_frames=40)
+        ids = set(next(iter(first)).get(TRAJ_IDS).unique().tolist())
+        second = make(2, 5, frames_per_batch=10, total_frames=40)
+        second.load_state_dict(first.state_dict())
+        rest = list(second)
+        assert sum(batch.numel() for batch in rest) == 30
+        later = set(torch.cat([batch.get(TRAJ_IDS) for batch in rest]).unique().tolist())
+        assert not ids & later
+        assert second.stats()["frames"] == 40
+
+    def test_stats(self, make: Make) -> None:
+        """Frames, episodes, returns and lengths are what happened."""
+        collector = make(2, 4, frames_per_batch=10, total_frames=40)
+        for _ in collector:
+            pass
+        stats = collector.stats()
+        assert stats["frames"] == stats["total_frames"] == 40
+        assert stats["episodes"] == 10
+        assert stats["mean_return"] == 1 + 2 + 3 + 4
+        assert stats["mean_length"] == 4
+        assert stats["completed"]
