@@ -146,9 +146,7 @@ def ppo_loss(part: TensorDict, actor: nn.Module, critic: nn.Module, args: Args) 
     clipped = ratio.clamp(1 - args.clip, 1 + args.clip)
     actor_loss = -torch.min(ratio * advantage, clipped * advantage).mean()
     critic_loss = F.mse_loss(critic(part["observation"]).squeeze(-1), part["target"])
-    return (
-        actor_loss + args.value_weight * critic_loss - args.entropy_weight * dist.entropy().mean()
-    )
+    return actor_loss + args.value_weight * critic_loss - args.entropy_weight * dist.entropy().mean()
 
 
 def write_plot(path: str, frames: list[int], returns: list[float], args: Args) -> None:
@@ -201,9 +199,7 @@ def main() -> int:
     optimiser = torch.optim.Adam(parameters, lr=args.learning_rate, eps=1e-5)
 
     frames_per_batch = args.num_envs * args.steps_per_batch
-    collector = Collector(
-        env, actor, frames_per_batch=frames_per_batch, total_frames=args.total_frames
-    )
+    collector = Collector(env, actor, frames_per_batch=frames_per_batch, total_frames=args.total_frames)
     collector.set_seed(args.seed)
 
     frames: list[int] = []
