@@ -40,7 +40,7 @@ def _table(results: Results, workload: str) -> str:
     lines = [
         f"## {workload}: {info.title}, {info.frames_per_batch} frames per batch",
         "",
-        "| contestant | frames/s | swath is faster by |",
+        "| contestant | frames/s | swath / contestant |",
         "|---|---:|---:|",
     ]
     for name, series in results.series[workload].items():

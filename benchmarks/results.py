@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -47,7 +48,7 @@ class Results:
         series = self.series.setdefault(workload, {}).setdefault(contestant, Series())
         if "failed" in outcome:
             series.rates.append(None)
-            series.failures.append(str(outcome["failed"]))
+            series.failures.append(_without_paths(str(outcome["failed"])))
         else:
             series.rates.append(outcome["frames_per_second"])
             series.cpu_shares.append(outcome["cpu_share"])
@@ -82,3 +83,8 @@ class Results:
             "swath_ratio": ratio.median if ratio else None,
             "failures": series.failures,
         }
+
+
+def _without_paths(reason: str) -> str:
+    """File names only: an error may name directories, which are nobody's business in a table."""
+    return re.sub(r"(?:[A-Za-z]:)?(?:[/\\][^/\\\s'\"():]+)*[/\\](?=[^/\\\s])", "", reason)

@@ -83,6 +83,8 @@ def _measure(workload: str, contestant: str, seconds: float) -> dict[str, object
     for line in reversed(finished.stdout.splitlines()):
         if line.startswith("{"):  # the last such line: a library may print lines of its own
             outcome: dict[str, object] = json.loads(line)
+            if finished.returncode and "failed" not in outcome:
+                break  # it measured and then crashed: a figure from a broken run is no figure
             return outcome
     last = (finished.stderr.strip().splitlines() or ["no output"])[-1]
     return {"failed": f"ended with code {finished.returncode}: {last[:200]}"}

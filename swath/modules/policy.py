@@ -41,7 +41,7 @@ def as_policy(policy: Any, env: EnvBase) -> Any:
         PolicyError: when the arguments of `policy` cannot be matched to the env's observations.
     """
     if policy is None:
-        return RandomPolicy(env.action_space, env.actions.categorical)
+        return RandomPolicy(env.actions)
     if isinstance(policy, TensorDictModuleBase | RandomPolicy):
         return policy
     if not callable(policy):

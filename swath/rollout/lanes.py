@@ -36,6 +36,9 @@ class Lanes:
             ages = Rows({STEP_COUNT: Leaf((1,), torch.int64)}, env.batch_size)
             self.present.add(STEP_COUNT, ages.tensors[STEP_COUNT])
             self._ages = ages.arrays[STEP_COUNT].reshape(-1)
+        arrays = self.out.arrays
+        self._flags = (arrays[TERMINATED][:, 0], arrays[TRUNCATED][:, 0]) if TERMINATED in arrays else None
+        """The flags of all lanes where they can be read quickly: on the CPU."""
         self.ids = TrajectoryIds(self.count, worker)
         self.meter = EpisodeMeter(self.count)
         self.state: list[tuple[Key, Key]] = []
@@ -68,9 +71,11 @@ class Lanes:
 
     def restart_finished(self) -> None:
         """Begin a new episode in every lane whose episode has ended."""
-        ended = self.out.tensors[TERMINATED] | self.out.tensors[TRUNCATED]
-        lanes = ended.reshape(-1).nonzero().reshape(-1).tolist()
-        self._begin(lanes)
+        if self._flags is None:
+            ended = (self.out.tensors[TERMINATED] | self.out.tensors[TRUNCATED]).reshape(-1).cpu().numpy()
+        else:
+            ended = np.logical_or(*self._flags)
+        self._begin(np.flatnonzero(ended).tolist())
 
     def wake_idle(self) -> None:
         """A lane that was idle has only now begun its episode: what the policy wrote meanwhile does not count."""
