@@ -87,4 +87,4 @@ class Results:
 
 def _without_paths(reason: str) -> str:
     """File names only: an error may name directories, which are nobody's business in a table."""
-    return re.sub(r"(?:[A-Za-z]:)?(?:[/\\][^/\\\s'\"():]+)*[/\\](?=[^/\\\s])", "", reason)
+    return re.sub(r"(?<![\w.])/(?=\S)(?:[^/'\"():]+/)+", "", reason)

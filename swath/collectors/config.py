@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
+from numbers import Integral
 from typing import Any, TypeVar
 
 from tensordict import TensorDictBase
@@ -13,6 +15,7 @@ from swath.errors import suggestion
 from swath.modules.exploration import ExplorationType
 from swath.rollout.devices import Devices
 from swath.rollout.loop import Interruptor
+from swath.rollout.trajectories import WORKER_BITS
 
 Hook = Callable[[TensorDictBase], Any]
 Config = TypeVar("Config", bound="CollectorConfig")
@@ -24,6 +27,8 @@ SYNONYMS = {
     "exploration_mode": "exploration_type",
 }
 """Names of the oldest API; still understood, with a DeprecationWarning."""
+POSITIONAL = ("create_env_fn", "policy")
+MAX_WORKER = 2 ** (63 - WORKER_BITS) - 1
 ELSEWHERE = ("backend", "backend_options", "num_collectors", "sync")
 """Arguments that choose another kind of collector; here they may only say "this process"."""
 
@@ -43,7 +48,7 @@ class CollectorConfig:
         device: fills in those of the following three that are not given.
         storing_device: where batches lie.
         policy_device: where the policy computes; a policy that lies elsewhere is copied there.
-        env_device: where the env's data lie.
+        env_device: where the env's data lie; batches stay there unless policy or storing device say otherwise.
         create_env_kwargs: arguments for the env's factory.
         max_frames_per_traj: length at which an episode is truncated; adds `step_count`.
         init_random_frames: take random actions in the first batches, until so many frames are collected.
@@ -55,7 +60,7 @@ class CollectorConfig:
         reset_when_done: only True; finished lanes always begin anew.
         set_truncated: mark the last step of every batch as truncated.
         interruptor: asked after every step whether the batch should end here.
-        return_same_td: deliver the same TensorDict object every time, overwritten.
+        return_same_td: deliver the same TensorDict object every time, overwritten; only a shorter batch is another.
         use_buffers: no effect, as batches always lie in memory that is used again once they are let go.
         trust_policy: call the policy as it is, with a TensorDict, without looking inside.
         compile_policy: compile the policy; True, or arguments for `torch.compile`.
@@ -114,65 +119,65 @@ class CollectorConfig:
         known = {field.name: field for field in fields(cls)}
         unknown = [name for name in given if name not in known]
         if unknown:
-            hints = "".join(suggestion(name, known) for name in unknown)
-            raise TypeError(f"{owner} got unknown arguments {unknown} ({_shown(given, unknown)}).{hints}")
+            names = [*known, *POSITIONAL]
+            told = [f"{name}={given[name]!r}.{suggestion(name, names)}" for name in unknown]
+            raise TypeError(f"{owner} got an unknown argument: {' Also '.join(told)}")
         missing = [n for n, field in known.items() if field.default is MISSING and n not in given]
         if missing:
-            raise TypeError(f"{owner} needs the argument {missing[0]!r}.")
+            raise TypeError(f"{owner} needs the argument {missing[0]!r}, as in {owner}(env, policy, {missing[0]}=1000).")
         if given.get("total_frames", -1) is None:
             given["total_frames"] = -1
         return cls(**given)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be right."""
-        _positive("frames_per_batch", self.frames_per_batch)
-        _whole("total_frames", self.total_frames)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            check_kind(field.name, value, str(field.type))
+            if isinstance(value, Integral) and not isinstance(value, bool):
+                object.__setattr__(self, field.name, int(value))  # numpy's integers cannot be saved with the state
+        self._check_values()
+        self._check_pairs()
+        self.devices  # noqa: B018 - raises if one of them is no device
+
+    def _check_values(self) -> None:
+        _at_least("frames_per_batch", self.frames_per_batch, 1)
+        _at_least("trajs_per_batch", self.trajs_per_batch, 1)
+        _at_least("worker_idx", self.worker_idx, 0)
+        if self.worker_idx is not None and self.worker_idx > MAX_WORKER:
+            raise ValueError(f"worker_idx must be at most {MAX_WORKER} to fit into ids, got {self.worker_idx}.")
         if self.total_frames == 0:
             raise ValueError("total_frames=0 would collect nothing; use -1 for no end.")
-        for name in ("max_frames_per_traj", "init_random_frames"):
-            if getattr(self, name) is not None:
-                _whole(name, getattr(self, name))
-        if self.trajs_per_batch is not None:
-            _positive("trajs_per_batch", self.trajs_per_batch)
-        for name in ("postproc", "policy_factory", "pre_collect_hook", "post_collect_hook"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise TypeError(f"{name} must be callable, got {type(value).__name__}: {value!r}.")
+        if self.traj_format is not None and self.traj_format not in TRAJ_FORMATS:
+            hint = suggestion(self.traj_format, TRAJ_FORMATS)
+            raise ValueError(f"traj_format must be one of {TRAJ_FORMATS}, got {self.traj_format!r}.{hint}")
         if not self.reset_when_done:
             raise ValueError(
                 "reset_when_done=False is not supported: a lane that has ended begins a new episode at once. "
                 "Use max_frames_per_traj or an env that never ends."
             )
-        if self.split_trajs and not self.track_traj_ids:
-            raise ValueError("split_trajs=True needs the ids that track_traj_ids=False leaves out.")
-        if self.split_trajs and self.trajs_per_batch is not None:
-            raise ValueError(
-                "split_trajs=True and trajs_per_batch exclude each other: the latter already delivers episodes."
-            )
-        self._check_kinds()
-        self.devices  # noqa: B018 - raises if one of them is no device
 
-    def _check_kinds(self) -> None:
-        if self.traj_format is not None and self.traj_format not in TRAJ_FORMATS:
-            hint = suggestion(str(self.traj_format), TRAJ_FORMATS)
-            raise ValueError(f"traj_format must be one of {TRAJ_FORMATS}, got {self.traj_format!r}.{hint}")
+    def _check_pairs(self) -> None:
+        """Refuse arguments that do not go together."""
         if self.traj_format == "cat" and self.trajs_per_batch is None:
             raise ValueError("traj_format='cat' needs trajs_per_batch: it says how complete episodes are delivered.")
-        if self.exploration_type is not None and not isinstance(self.exploration_type, ExplorationType):
-            raise TypeError(
-                f"exploration_type must be an ExplorationType or None, got {self.exploration_type!r}; "
-                "for instance swath.modules.ExplorationType.RANDOM."
+        if self.split_trajs and not self.track_traj_ids:
+            raise ValueError("split_trajs=True needs the ids that track_traj_ids=False leaves out.")
+        if self.trajs_per_batch is not None and not self.track_traj_ids:
+            raise KeyError(
+                f"trajs_per_batch={self.trajs_per_batch} puts episodes together by their ids, which track_traj_ids=False "
+                "leaves out."
             )
-        if self.interruptor is not None and not hasattr(self.interruptor, "collection_stopped"):
-            raise TypeError(f"interruptor needs a method collection_stopped(), which {self.interruptor!r} has not.")
-        if self.create_env_kwargs is not None and not isinstance(self.create_env_kwargs, Mapping):
-            raise TypeError(f"create_env_kwargs must be a dict, got {self.create_env_kwargs!r}.")
-        if self.worker_idx is not None:
-            _whole("worker_idx", self.worker_idx)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "bool" and not isinstance(value, bool):
-                raise TypeError(f"{field.name} must be True or False, got {value!r}.")
+        if self.split_trajs and self.trajs_per_batch is not None:
+            raise ValueError(
+                f"split_trajs=True and trajs_per_batch={self.trajs_per_batch} exclude each other: the latter already "
+                "delivers episodes."
+            )
+        if self.return_same_td and (self.split_trajs or self.trajs_per_batch is not None):
+            other = "split_trajs" if self.split_trajs else "trajs_per_batch"
+            raise ValueError(
+                f"return_same_td=True overwrites one TensorDict, but {other} delivers another shape each time."
+            )
 
     @property
     def devices(self) -> Devices:
@@ -224,16 +229,49 @@ def _check_elsewhere(owner: str, given: dict[str, Any]) -> None:
         raise ValueError(f"backend_options={options!r} has no meaning for a collector in this process.")
 
 
-def _whole(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, got {value!r}.")
+def refuse_elsewhere(owner: str, given: Mapping[str, Any]) -> None:
+    """A subclass of a collector is what it is: nothing may choose another kind."""
+    for name in ELSEWHERE:
+        if name in given:
+            raise TypeError(f"{owner} cannot become another kind of collector; leave out {name}={given[name]!r}.")
 
 
-def _positive(name: str, value: Any) -> None:
-    _whole(name, value)
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}.")
+def check_kind(name: str, value: Any, annotation: str) -> None:
+    """Raise TypeError unless `value` is of one of the kinds in `annotation`, such as "int | None"."""
+    kinds = [kind.split("[")[0] for kind in annotation.split(" | ")]
+    if not all(kind in KINDS for kind in kinds):
+        return  # a subclass's own kind, which it checks itself
+    if not any(KINDS[kind][0](value) for kind in kinds):
+        wanted = " or ".join(KINDS[kind][1] for kind in kinds)
+        raise TypeError(f"{name} must be {wanted}, got {value!r}.{_cure(value, kinds)}")
 
 
-def _shown(given: Mapping[str, Any], names: list[str]) -> str:
-    return ", ".join(f"{name}={given[name]!r}" for name in names)
+KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "Any": (lambda value: True, "anything"),
+    "None": (lambda value: value is None, "None"),
+    "bool": (lambda value: isinstance(value, bool), "True or False"),
+    "int": (lambda value: isinstance(value, Integral) and not isinstance(value, bool), "a whole number"),
+    "str": (lambda value: isinstance(value, str), "a string"),
+    "dict": (lambda value: isinstance(value, Mapping), "a dict"),
+    "Callable": (callable, "callable"),
+    "Hook": (callable, "callable"),
+    "ExplorationType": (lambda value: isinstance(value, ExplorationType), "an ExplorationType"),
+    "Interruptor": (lambda value: hasattr(value, "collection_stopped"), "an object with collection_stopped()"),
+    "PolicyVersion": (lambda value: isinstance(value, PolicyVersion), "PolicyVersion()"),
+}
+"""For each kind of field: whether a value is of it, and what it is called in messages."""
+
+
+def _cure(value: Any, kinds: list[str]) -> str:
+    if "int" in kinds and isinstance(value, float) and value.is_integer():
+        return f" Write {int(value)}."
+    if "ExplorationType" in kinds and isinstance(value, str):
+        known = [kind.name for kind in ExplorationType]
+        near = difflib.get_close_matches(value.upper(), known, n=1)
+        return f" Use swath.modules.ExplorationType.{near[0] if near else 'RANDOM'}."
+    return ""
+
+
+def _at_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}.")

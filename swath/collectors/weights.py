@@ -40,50 +40,54 @@ def requested_weights(
     return {model_id or POLICY_ID: source}
 
 
-def for_worker(source: Any, worker: int) -> Any:
-    """The part of `source` for `worker`, where it is a dict by worker index."""
-    if isinstance(source, Mapping) and source and all(isinstance(key, int) for key in source):
-        return source.get(worker)
-    return source
+def for_worker(requested: Mapping[str, Any], worker: int) -> dict[str, Any]:
+    """What of `requested` concerns `worker`: sources may be dicts by worker index, and leave workers out."""
+    mine: dict[str, Any] = {}
+    for model_id, source in requested.items():
+        by_worker = isinstance(source, Mapping) and source and all(isinstance(key, int) for key in source)
+        if not by_worker:
+            mine[model_id] = source
+        elif worker in source:
+            mine[model_id] = source[worker]
+    return mine
 
 
-def flat_weights(source: Any) -> dict[str, Tensor]:
-    """Names and tensors of a module, a TensorDict, a state dict or a nested dict."""
+def layers_of(module: Any) -> Iterator[Any]:
+    """`module`, and what is inside it where it only wraps: a compiled module, or one that was given keys."""
+    while module is not None:
+        yield module
+        inner = getattr(module, "_orig_mod", None)
+        if inner is None and isinstance(module, TensorDictModule | CudaGraphModule):
+            inner = module.module
+        module = inner if isinstance(inner, nn.Module) else None
+
+
+def flat_weights(source: Any) -> dict[str, Any]:
+    """Weights by name, of a module, a TensorDict, a state dict or a nested dict; also what a module saves beside them."""
     if isinstance(source, nn.Module):
-        return {name: tensor.detach() for name, tensor in source.state_dict().items() if isinstance(tensor, Tensor)}
-    if isinstance(source, TensorDictBase):
-        pairs = source.items(True, True)
-        return {key if isinstance(key, str) else ".".join(key): value.detach() for key, value in pairs}
-    if isinstance(source, Mapping):
-        flat: dict[str, Tensor] = {}
-        for name, value in source.items():
-            if isinstance(value, Mapping | TensorDictBase):
-                flat.update({f"{name}.{inner}": tensor for inner, tensor in flat_weights(value).items()})
-            else:
-                flat[".".join(name) if isinstance(name, tuple) else str(name)] = value
-        return flat
-    raise TypeError(
-        f"Weights must be a module, a TensorDict or a dict of tensors, got {type(source).__name__}: {source!r}."
-    )
+        *_, bare = (layer for layer in layers_of(source) if layer is source or hasattr(source, "_orig_mod"))
+        return dict((bare if hasattr(source, "_orig_mod") else source).state_dict())
+def fitted(model: nn.Module, source: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """The module that takes `source` and its weights by name; an error if anything does not fit. Changes nothing.
 
-
-def put_weights(module: nn.Module, source: Any) -> None:
-    """Copy `source` into `module`: all of it, or, if anything does not fit, nothing."""
-    if source is module:
-        return
+    Names may be those of `model`, or of what it wraps: a policy given as a plain module keeps its own names.
+    """
     weights = flat_weights(source)
-    targets = dict(module.state_dict(keep_vars=True))
-    pairs: list[tuple[Tensor, Tensor]] = []
+    for layer in layers_of(model):
+        targets = layer.state_dict(keep_vars=True)
+        if all(name in targets for name in weights):
+            break
+    else:
+        known = model.state_dict()
+        name = next(name for name in weights if name not in known)
+        raise KeyError(f"The policy has no weight {name!r}.{suggestion(name, known)}")
     for name, value in weights.items():
-        target = targets.get(name)
-        if not isinstance(target, Tensor):
-            raise KeyError(f"The policy has no weight {name!r}.{suggestion(name, targets)}")
-        if target.shape != value.shape:
+        target = targets[name]
+        if isinstance(target, Tensor) and not isinstance(value, Tensor):
+            raise TypeError(f"The weight {name!r} must be a tensor, got {type(value).__name__}: {value!r}.")
+        if isinstance(target, Tensor) and target.shape != value.shape:
             raise ValueError(f"The weight {name!r} has shape {tuple(target.shape)}, got {tuple(value.shape)}.")
-        pairs.append((target, value))
-    with torch.no_grad():
-        for target, value in pairs:
-            target.copy_(value)
+    return layer, weights
 
 
 def warn_of_old_name() -> None:

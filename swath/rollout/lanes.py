@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -42,6 +43,8 @@ class Lanes:
         self.ids = TrajectoryIds(self.count, worker)
         self.meter = EpisodeMeter(self.count)
         self.state: list[tuple[Key, Key]] = []
+        self.has_memory = False
+        """Whether anything is carried from step to step beside what the env writes."""
         self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._begin(range(self.count))
 
@@ -49,6 +52,7 @@ class Lanes:
         """Carry the policy's recurrent `state`: pairs of what it reads from the present and writes to `outputs`."""
         self.state = state
         self._carried = [(self.present.tensors[read], outputs.tensors[written]) for read, written in state]
+        self.has_memory = bool(state) or IS_INIT in self.present.tensors or MASK in self.out.tensors
         self._set_init(range(self.count))
 
     def cut(self) -> bool:
@@ -62,23 +66,33 @@ class Lanes:
         truncated |= torch.from_numpy(over).view(truncated.shape).to(truncated.device)
         return True
 
-    def carry(self) -> None:
-        """Hand the recurrent state on to the next step; nobody is at a beginning any more."""
+    def go_on(self, finished: bool) -> float:
+        """Carry on what goes from step to step, and begin a new episode where one has ended.
+
+        Returns the seconds that the env took for its resets.
+        """
         for read, written in self._carried:
             read.copy_(written)
         if IS_INIT in self.present.tensors:
             self.present.tensors[IS_INIT].fill_(False)
+        begun = perf_counter()
+        if finished:
+            self._begin(self._ended())
+        took = perf_counter() - begun
+        if MASK in self.out.arrays:
+            self._wake()
+        return took
 
-    def restart_finished(self) -> None:
-        """Begin a new episode in every lane whose episode has ended."""
+    def _ended(self) -> list[int]:
         if self._flags is None:
             ended = (self.out.tensors[TERMINATED] | self.out.tensors[TRUNCATED]).reshape(-1).cpu().numpy()
         else:
             ended = np.logical_or(*self._flags)
-        self._begin(np.flatnonzero(ended).tolist())
+        lanes: list[int] = np.flatnonzero(ended).tolist()
+        return lanes
 
-    def wake_idle(self) -> None:
-        """A lane that was idle has only now begun its episode: what the policy wrote meanwhile does not count."""
+    def _wake(self) -> None:
+        """A lane that was idle has only now begun its episode: what the policy did meanwhile does not count."""
         idle = np.flatnonzero(~self.out.arrays[MASK]).tolist()
         if idle:
             self._set_init(idle)

@@ -103,43 +103,35 @@ class RolloutLoop:
     def collect(self, slot: Slot, *, random: bool = False) -> Receipt:
         """Fill `slot` with consecutive steps of every lane; with `random` actions if so asked."""
         begun = perf_counter()
-        policy, env, lanes, times = self.policy, self.env, self.lanes, self.stats.timings
-        stopped = self.settings.interruptor.collection_stopped if self.settings.interruptor else None
-        t, in_policy, in_env = 0, 0.0, 0.0
-        with (
-            torch.no_grad(),
-            set_interaction_type(self.settings.exploration),
-            self.randomness.applied(),
-        ):
+        policy, env, lanes = self.policy, self.env, self.lanes
+        interruptor, single = self.settings.interruptor, lanes.count == 1
+        steps, in_policy, in_env = 0, 0.0, 0.0
+        with torch.no_grad(), set_interaction_type(self.settings.exploration), self.randomness.applied():
             acted = policy.begin(slot.steps, self.randomness.generator, random)
             before = self._pairs(slot, lanes.present, self._seen)
             behind = self._pairs(slot, policy.outputs, acted) + self._pairs(slot, lanes.out, self._told, after)
             for t in range(slot.steps):
-                at = t if lanes.count == 1 else (EVERY, t)
+                at = t if single else (EVERY, t)
                 for column, row in before:  # what the policy sees
                     column[at] = row
-                start = perf_counter()
+                seen_at = perf_counter()
                 policy.act(t)
-                between = perf_counter()
+                acted_at = perf_counter()
                 finished = env.step_into(policy.outputs, lanes.out)
-                in_env += perf_counter() - between
-                in_policy += between - start
+                stepped_at = perf_counter()
                 if lanes.limit is not None:
                     finished = lanes.cut() or finished
                 for column, row in behind:  # what it did, and what really happened
                     column[at] = row
-                if self._has_memory:
-                    lanes.carry()
-                if finished:
-                    lanes.restart_finished()
-                if self._idles:
-                    lanes.wake_idle()
-                if stopped is not None and stopped():
+                in_policy += acted_at - seen_at
+                in_env += stepped_at - acted_at
+                if finished or lanes.has_memory:  # carry on what is carried, begin anew what has ended
+                    in_env += lanes.go_on(finished)
+                steps = t + 1
+                if interruptor is not None and interruptor.collection_stopped():
                     break
-            receipt = self._complete(slot, t + 1, acted, random)
-        times.policy += in_policy
-        times.env += in_env
-        times.bookkeeping += perf_counter() - begun - in_policy - in_env
+            receipt = self._complete(slot, steps, acted, random)
+        self.stats.timings.add(in_env, in_policy, perf_counter() - begun)
         return receipt
 
     # -- the layout --------------------------------------------------------------------------------------------
@@ -175,10 +167,6 @@ class RolloutLoop:
         self.delivered = [key for key in leaves if key not in hidden]
         """The keys of a batch; what the policy keeps to itself is left out."""
         return leaves
-
-    @property
-    def _has_memory(self) -> bool:
-        return bool(self.policy.state) or IS_INIT in self.lanes.present.tensors
 
     def _pairs(self, slot: Slot, rows: Rows, keys: Iterable[Key], named: Any = None) -> list[tuple[Any, Any]]:
         """(column, row) for each key: what is copied in a step. One lane is copied without its dimension."""

@@ -20,6 +20,12 @@ class Timings:
     waiting: float = 0.0
     """Between two batches: the consumer's own time."""
 
+    def add(self, env: float, policy: float, whole: float) -> None:
+        """Count a rollout of `whole` seconds; what was neither env nor policy was bookkeeping."""
+        self.env += env
+        self.policy += policy
+        self.bookkeeping += whole - env - policy
+
 
 @dataclass
 class RolloutStats:
