@@ -39,6 +39,25 @@ class EndlessError(SwathError, RuntimeError, TypeError):
     """An endless collector was asked for its length. A TypeError too, which `list()` expects where there is none."""
 
 
+class EnvCheckError(SwathError, ValueError):
+    """`check_env` found problems; `problems` has a sentence for each."""
+
+    def __init__(self, env: str, problems: list[str]) -> None:
+        """List all `problems` of `env`."""
+        super().__init__(env, problems)
+        self.env, self.problems = env, problems
+
+    def __str__(self) -> str:
+        """The problems, numbered."""
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        listed = (f"{number}. {problem}" for number, problem in enumerate(self.problems, 1))
+        return "\n".join((f"check_env found {count} in {self.env}:", *listed))
+
+
+class EnvCheckWarning(UserWarning):
+    """`check_env` found something doubtful, which may be meant so."""
+
+
 class NotANumberWarning(UserWarning):
     """An env produced NaN in an observation or a reward."""
 

@@ -56,10 +56,8 @@ class BaseCollector(IterableDataset[Any], ABC):
         source = self.iterator() if self.config.trajs_per_batch is None else self._episodes()
         try:
             with Progress(self) if self.config.progress else contextlib.nullcontext() as progress:
-                for batch in source:
-                    if progress is not None:
-                        progress.update()
-                    yield batch
+                # No name for the batch: while the consumer has it, nothing here may keep it from being let go.
+                yield from source if progress is None else map(progress.passed, source)
         except GeneratorExit:  # the consumer has left the loop, and may come back
             raise
         except BaseException:
@@ -74,11 +72,15 @@ class BaseCollector(IterableDataset[Any], ABC):
         """Batches of `trajs_per_batch` complete episodes, in the order in which they ended."""
         count, form = self.config.trajs_per_batch, self.config.traj_format or "padded"
         assert count is not None
-        for batch in self._raw_batches():
+        batches = self._raw_batches()
+        while True:
+            while self._assembler.ready >= count and not self.closed:  # also what an earlier loop has left
+                yield self._deliver(self._assembler.take(count, form))
+            batch = next(batches, None)
+            if batch is None:
+                break
             self._assembler.add(batch)
             del batch  # its frames are copied: the slot may be used for the next
-            while self._assembler.ready >= count:
-                yield self._deliver(self._assembler.take(count, form))
         self._assembler.clear()
 
     @abstractmethod
@@ -89,6 +91,8 @@ class BaseCollector(IterableDataset[Any], ABC):
         """Post-process a batch and call the hook."""
         if self.config.postproc is not None:
             batch = self.config.postproc(batch)
+            if batch is None:
+                raise TypeError(f"postproc={self.config.postproc!r} returned None; it must return the batch.")
         if self._post_hook is not None:
             self._post_hook(batch)
         return batch
@@ -126,8 +130,8 @@ class BaseCollector(IterableDataset[Any], ABC):
     def start(self) -> None:
         """Collect in the background; needs a replay buffer to write to."""
         raise RuntimeError(
-            f"{type(self).__name__}.start() collects in the background into a replay buffer, but has none: iterate over "
-            "the collector instead."
+            f"{type(self).__name__}.start() collects in the background into a replay buffer, but has none: iterate "
+            "over the collector instead."
         )
 
     def pause(self) -> Any:
@@ -172,7 +176,7 @@ class BaseCollector(IterableDataset[Any], ABC):
 
     @property
     def worker_idx(self) -> int:
-        """The index of this worker among others."""
+        """The index of this worker among others. Ids are numbered with the one that the constructor was given."""
         if self._worker_idx is None:
             raise RuntimeError("This collector has no worker_idx; give it one in the constructor or set it.")
         return self._worker_idx
@@ -202,7 +206,9 @@ class BaseCollector(IterableDataset[Any], ABC):
         """
         if policy_weights is not None:
             warn_of_old_name()
-            weights = policy_weights if weights is None else weights
+            if weights is not None:
+                raise ValueError("policy_weights is the old name of weights: give one of them.")
+            weights = policy_weights
         requested = requested_weights(policy_or_weights, weights, policy, model_id, weights_dict)
         self._update_weights(requested, [worker_ids] if isinstance(worker_ids, int) else worker_ids)
 

@@ -13,15 +13,16 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from swath.collectors.base import BaseCollector
-from swath.collectors.config import CollectorConfig, PolicyVersion
+from swath.collectors.config import CollectorConfig, PolicyVersion, refuse_elsewhere
 from swath.collectors.paths import follow
 from swath.collectors.utils import split_trajectories
-from swath.collectors.weights import POLICY_ID, for_worker, put_weights
+from swath.collectors.weights import POLICY_ID, fitted, for_worker, layers_of
 from swath.envs import EnvBase, as_env
 from swath.errors import ClosedError, suggestion
 from swath.keys import STEP_COUNT, nest
 from swath.modules import RandomPolicy, as_policy
 from swath.rollout import FrameBudget, LoopSettings, RolloutLoop
+from swath.rollout.devices import as_device
 
 
 class Collector(BaseCollector):
@@ -35,20 +36,25 @@ class Collector(BaseCollector):
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         """Check the arguments, make env and policy, and reset the env."""
-        self.closed = True  # until there is something to shut down
-        config = CollectorConfig.from_arguments(type(self).__name__, options)
+        if type(self) is not Collector:
+            refuse_elsewhere(type(self).__name__, options)
+        config = self.config_class.from_arguments(type(self).__name__, options)
         if policy is not None and config.policy_factory is not None:
             raise TypeError("Give either policy or policy_factory, not both.")
         super().__init__(config)
+        self.closed = True  # until there is something to shut down
         self._devices = config.devices
+        _check_machine(config)
         self.env = as_env(_only_one(create_env_fn), config.create_env_kwargs)
         try:
             self._check_env(self.env)
             given = config.policy_factory() if config.policy_factory is not None else policy
-            self._prepare_policy(as_given(given, self.env, config))
-            self._loop = RolloutLoop(self.env, self.policy, self._settings())
+            trusted = config.trust_policy and given is not None
+            self._prepare_policy(given if trusted else as_policy(given, self.env))
+            self._loop = RolloutLoop(self.env, _dressed(self.policy, config), self._settings())
         except BaseException:
-            self.env.close()
+            if self.env is not create_env_fn:  # the user's own env may be used again
+                self.env.close()
             raise
         self.closed = False
         lanes = self.env.num_lanes
@@ -62,6 +68,8 @@ class Collector(BaseCollector):
             )
         self._budget = FrameBudget(config.total_frames, lanes)
         self._batches = 0
+        self._is_fresh = True
+        """Whether all lanes are where a reset has left them."""
         self._delivered_at: float | None = None
         self._same: TensorDictBase | None = None
 
@@ -69,8 +77,8 @@ class Collector(BaseCollector):
         config = self.config
         if config.max_frames_per_traj and config.max_frames_per_traj > 0 and STEP_COUNT in env.observation_keys:
             raise ValueError(
-                f"max_frames_per_traj={config.max_frames_per_traj} counts steps in {STEP_COUNT!r}, but the env writes an "
-                "entry of that name already. Let one of them go."
+                f"max_frames_per_traj={config.max_frames_per_traj} counts steps in {STEP_COUNT!r}, but the env writes "
+                "an entry of that name already. Let one of them go."
             )
         if config.set_truncated and not env.has_truncated:
             raise RuntimeError(f"set_truncated=True needs a 'truncated' entry, which {env!r} has not.")
@@ -116,13 +124,23 @@ class Collector(BaseCollector):
 
     def iterator(self) -> Iterator[TensorDictBase]:
         """Fixed-frame batches until the budget is spent, which closes the env."""
-        for batch in self._raw_batches():
-            if self.config.split_trajs:
-                batch = split_trajectories(batch)
-            batch = self._deliver(batch)
-            if self.config.return_same_td:
-                batch = self._same = batch.clone() if self._same is None else self._same.update_(batch)
-            yield batch
+        return map(self._finished, self._raw_batches())
+
+    def _finished(self, batch: TensorDictBase) -> TensorDictBase:
+        if self.config.split_trajs:
+            batch = split_trajectories(batch)
+        batch = self._deliver(batch)
+        return self._same_td(batch) if self.config.return_same_td else batch
+
+    def _same_td(self, batch: TensorDictBase) -> TensorDictBase:
+        """`batch` in the one TensorDict that is delivered every time; a shorter one, as the last may be, as it is."""
+        if self._same is None:
+            self._same = batch.clone()
+        elif self._same.shape == batch.shape:
+            self._same.update_(batch)
+        else:
+            return batch
+        return self._same
 
     def _raw_batches(self) -> Iterator[TensorDictBase]:
         while not self._budget.is_spent and not self.closed:
@@ -137,11 +155,16 @@ class Collector(BaseCollector):
             self._loop.stats.timings.waiting += perf_counter() - self._delivered_at
         if self._pre_hook is not None:
             self._pre_hook()
-        if self.config.reset_at_each_iter and self._batches:
+        if self.config.reset_at_each_iter and not self._is_fresh:
             self.reset()
         loop = self._loop
         slot = loop.arena.acquire(self._budget.steps(self.frames_per_batch) or self.frames_per_batch)
-        receipt = loop.collect(slot, random=self._budget.spent < (self.config.init_random_frames or 0))
+        self._is_fresh = False
+        try:
+            receipt = loop.collect(slot, random=self._budget.spent < (self.config.init_random_frames or 0))
+        except BaseException:  # some lanes have made the step and others not: nothing can go on from here
+            self.shutdown(raise_on_error=False)
+            raise
         self._budget.spend(receipt.frames)
         self._batches += 1
         batch_size = (*self.env.batch_size, receipt.steps)
@@ -158,19 +181,28 @@ class Collector(BaseCollector):
 
     def reset(self, index: Any = None) -> None:
         """Begin new episodes with new ids: in all lanes, or in those of `index` (indices or a mask)."""
-        lanes = list(range(self.env.num_lanes))
+        if self.closed:
+            raise ClosedError("This collector is shut down; make a new one.")
+        chosen = torch.arange(self.env.num_lanes)
         if index is not None:
             if not self.env.batch_size:
                 raise RuntimeError("reset(index) chooses among lanes, but this env has no batch dimension.")
-            lanes = torch.arange(self.env.num_lanes)[torch.as_tensor(index)].reshape(-1).tolist()
-        if not self.config.set_truncated:
-            self._assembler.drop(self._loop.lanes.ids.current[lanes].tolist())
-        self._loop.lanes.restart(lanes)
+            picked = torch.as_tensor(index)
+            chosen = chosen.view(self.env.batch_size)[picked if picked.numel() else picked.long()].unique()
+        lanes: list[int] = chosen.tolist()
+        if lanes:
+            cut_off = self._loop.lanes.ids.current[lanes].tolist()
+            with self._loop.randomness.applied():
+                self._loop.lanes.restart(lanes)
+            self._assembler.drop(cut_off)
+            self._is_fresh = self._is_fresh or index is None
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed every lane and the policy's noise, and begin new episodes: the next batch depends on `seed` alone."""
-        following = self.env.set_seed(seed, static_seed)
-        self._loop.randomness.seed(seed, self.config.worker_idx or 0)
+        self._loop.randomness.seed(seed, self._worker_idx or 0)
+        with self._loop.randomness.applied():  # an env may seed torch's own generator, and draw from it
+            following = self.env.set_seed(seed, static_seed)
+        self._assembler.clear()
         fresh = self._loop.lanes.ids
         before = (fresh.count, fresh.current.copy())
         self.reset()
@@ -181,35 +213,33 @@ class Collector(BaseCollector):
     # -- weights -----------------------------------------------------------------------------------------------
 
     def _update_weights(self, requested: dict[str, Any], worker_ids: Sequence[int] | None) -> None:
-        worker = self.config.worker_idx or 0
-        if worker_ids is not None and worker not in worker_ids:
+        worker = self._worker_idx or 0
+        mine = for_worker(requested, worker)
+        if not mine or (worker_ids is not None and worker not in worker_ids):
             return
-        targets = {model_id: self._find_model(model_id) for model_id in requested}
-        for model_id, model in targets.items():
-            source = for_worker(requested[model_id], worker)
+        acting, ready = self.policy, []
+        for model_id, source in mine.items():
+            model = self._find_model(model_id)
             if model_id == POLICY_ID:
-                self._update_policy(model, source)
-            elif source is not None:
-                put_weights(model, source)
+                if source is None or any(source is layer for layer in layers_of(self._given_policy)):
+                    source = self._given_policy
+                if source is model:
+                    continue  # trained in place: the collector acts with these very tensors
+                if model is self._given_policy and self.config.policy_factory is None:
+                    # Weights from elsewhere must not end up in the policy that the user is training.
+                    model = acting = copy.deepcopy(model)
+            ready.append(fitted(model, source))
+        for target, weights in ready:  # all of them fit
+            target.load_state_dict(weights, strict=False)
+        if acting is not self.policy:
+            self.policy = acting
+            self._loop.policy.exchange(_dressed(acting, self.config))
         self._loop.version += 1
-
-    def _update_policy(self, model: Any, source: Any) -> None:
-        if source is None:
-            source = self._given_policy
-        if source is model:
-            return  # trained in place: the collector acts with these very tensors
-        if model is self._given_policy:
-            # Weights from elsewhere must not end up in the policy that the user is training.
-            model = self.policy = copy.deepcopy(model)
-            put_weights(model, source)
-            self._loop.replace_policy(as_policy(model, self.env))
-        else:
-            put_weights(model, source)
 
     def _find_model(self, model_id: str) -> Any:
         try:
             model = self.get_model(model_id)
-        except (AttributeError, KeyError, IndexError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise KeyError(
                 f"There is no model {model_id!r} in this collector; 'policy' is its policy, others are found by their "
                 f"path, as in 'env.envs[0].module'.{suggestion(model_id, ['policy', 'env'])}"
@@ -257,17 +287,23 @@ class Collector(BaseCollector):
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Go on with the saved counters and weights, in new episodes with new ids."""
+        if self.closed:
+            raise ClosedError("This collector is shut down; load the state into a new one.")
+        missing = [key for key in ("env_state_dict", "frames", "iter", "traj_pool") if key not in state_dict]
+        if missing:
+            raise KeyError(f"This is no state of a collector: it has no {', '.join(missing)}.")
         weights = state_dict.get("policy_state_dict")
         if weights is not None:
             if not isinstance(self.policy, nn.Module):
                 raise ValueError("The state holds weights, but this collector's policy has none.")
             self.policy.load_state_dict(weights, strict=strict)
-        self.env.load_state_dict(state_dict["env_state_dict"])
         self._budget.spent = state_dict["frames"]
         self._batches = state_dict["iter"]
         self._loop.version = state_dict.get("policy_version", 0)
         self._loop.randomness.load_state_dict(state_dict.get("randomness"))
-        self._loop.lanes.restart(range(self.env.num_lanes))
+        with self._loop.randomness.applied():
+            self.env.load_state_dict(state_dict["env_state_dict"])
+        self.reset()
         self._loop.lanes.ids.restore(state_dict["traj_pool"])
         if "trajectories" in state_dict:
             self._assembler.load_state_dict(state_dict["trajectories"])
@@ -314,6 +350,7 @@ class Collector(BaseCollector):
         if self.closed:
             return
         self.closed = True
+        self._stream = None
         self.disable_profile()
         if close_env:
             try:
@@ -330,19 +367,30 @@ class Collector(BaseCollector):
         )
 
 
-def as_given(policy: Any, env: EnvBase, config: CollectorConfig) -> Any:
-    """The policy as the loop takes it: wrapped where it takes tensors, and compiled if so asked."""
-    made = policy if config.trust_policy and policy is not None else as_policy(policy, env)
-    if config.compile_policy:
-        options = config.compile_policy if isinstance(config.compile_policy, dict) else {}
-        made = torch.compile(made, **options)
+def _check_machine(config: CollectorConfig) -> None:
+    """Refuse what this machine has not, before anything is made."""
+    if torch.cuda.is_available():
+        return
+    for name in ("device", "storing_device", "policy_device", "env_device"):
+        device = as_device(name, getattr(config, name))
+        if device is not None and device.type == "cuda":
+            raise ValueError(f"{name}={getattr(config, name)!r} needs CUDA, which is not available here; use 'cpu'.")
     if config.cudagraph_policy:
-        if not torch.cuda.is_available():
-            raise RuntimeError("cudagraph_policy needs a CUDA device, and there is none; leave it out on the CPU.")
+        raise RuntimeError(
+            f"cudagraph_policy={config.cudagraph_policy!r} needs CUDA, which is not available here; leave it out."
+        )
+
+
+def _dressed(policy: Any, config: CollectorConfig) -> Any:
+    """The policy as the loop calls it: compiled or recorded as a CUDA graph, if so asked."""
+    if config.compile_policy:
+        policy = torch.compile(policy, **(config.compile_policy if isinstance(config.compile_policy, dict) else {}))
+    if config.cudagraph_policy:
         from tensordict.nn import CudaGraphModule
 
-        made = CudaGraphModule(made, **(config.cudagraph_policy if isinstance(config.cudagraph_policy, dict) else {}))
-    return made
+        options = config.cudagraph_policy if isinstance(config.cudagraph_policy, dict) else {}
+        policy = CudaGraphModule(policy, **options)
+    return policy
 
 
 def _only_one(create_env_fn: Any) -> Any:

@@ -124,7 +124,8 @@ class CollectorConfig:
             raise TypeError(f"{owner} got an unknown argument: {' Also '.join(told)}")
         missing = [n for n, field in known.items() if field.default is MISSING and n not in given]
         if missing:
-            raise TypeError(f"{owner} needs the argument {missing[0]!r}, as in {owner}(env, policy, {missing[0]}=1000).")
+            name = missing[0]
+            raise TypeError(f"{owner} needs the argument {name!r}, as in {owner}(env, policy, {name}=1000).")
         if given.get("total_frames", -1) is None:
             given["total_frames"] = -1
         return cls(**given)
@@ -165,8 +166,8 @@ class CollectorConfig:
             raise ValueError("split_trajs=True needs the ids that track_traj_ids=False leaves out.")
         if self.trajs_per_batch is not None and not self.track_traj_ids:
             raise KeyError(
-                f"trajs_per_batch={self.trajs_per_batch} puts episodes together by their ids, which track_traj_ids=False "
-                "leaves out."
+                f"trajs_per_batch={self.trajs_per_batch} puts episodes together by their ids, which "
+                "track_traj_ids=False leaves out."
             )
         if self.split_trajs and self.trajs_per_batch is not None:
             raise ValueError(

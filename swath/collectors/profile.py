@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
+from swath.collectors.config import check_kind
 from swath.errors import suggestion
 
 ACTIVITIES = {
@@ -34,12 +35,14 @@ class ProfileConfig:
 
     def __post_init__(self) -> None:
         """Refuse what would record nothing."""
+        for field in fields(self):
+            check_kind(field.name, getattr(self, field.name), str(field.type))
         if self.warmup_rollouts < 0:
             raise ValueError(f"warmup_rollouts must not be negative, got {self.warmup_rollouts}.")
         if self.num_rollouts <= self.warmup_rollouts:
             raise ValueError(
-                f"num_rollouts={self.num_rollouts} must be more than warmup_rollouts={self.warmup_rollouts}, or nothing "
-                "is recorded."
+                f"num_rollouts={self.num_rollouts} must be more than warmup_rollouts={self.warmup_rollouts}, or "
+                "nothing is recorded."
             )
         for name in self.activities:
             if name not in ACTIVITIES:

@@ -39,6 +39,11 @@ class Progress:
             self._bar.total = stats["frames"]  # rounded up to whole steps of all lanes
         self._bar.update(stats["frames"] - self._bar.n)
 
+    def passed(self, batch: Any) -> Any:
+        """Show where the collector is now that it has delivered `batch`, which is handed on."""
+        self.update()
+        return batch
+
     def __enter__(self) -> Progress:
         """Show the bar."""
         return self

@@ -1,13 +1,13 @@
-"""Which weights a call of `update_policy_weights_` means, and how they are put into a module."""
+"""Which weights a call of `update_policy_weights_` means, and whether they fit a module."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
 from swath.errors import suggestion
@@ -34,58 +34,84 @@ def requested_weights(
         raise ValueError(f"update_policy_weights_ takes one source of weights, got {' and '.join(sources)}.")
     if weights_dict is not None:
         if model_id is not None:
-            raise ValueError("weights_dict names its models itself; leave out model_id.")
+            raise ValueError(f"weights_dict names its models itself; leave out model_id={model_id!r}.")
         return dict(weights_dict)
     source = next((value for value in (positional, weights, policy) if value is not None), None)
+    if source is None and model_id not in (None, POLICY_ID):
+        raise ValueError(f"update_policy_weights_(model_id={model_id!r}) needs the weights for that model.")
     return {model_id or POLICY_ID: source}
 
 
 def for_worker(requested: Mapping[str, Any], worker: int) -> dict[str, Any]:
-    """What of `requested` concerns `worker`: sources may be dicts by worker index, and leave workers out."""
+    """What of `requested` concerns `worker`: sources may be dicts by worker index, which may leave workers out."""
     mine: dict[str, Any] = {}
     for model_id, source in requested.items():
-        by_worker = isinstance(source, Mapping) and source and all(isinstance(key, int) for key in source)
-        if not by_worker:
+        if not _is_by_worker(source):
             mine[model_id] = source
         elif worker in source:
             mine[model_id] = source[worker]
     return mine
 
 
+def _is_by_worker(source: Any) -> bool:
+    if isinstance(source, TensorDictBase) or not isinstance(source, Mapping):
+        return False
+    return bool(source) and all(isinstance(key, int) for key in source)
+
+
 def layers_of(module: Any) -> Iterator[Any]:
-    """`module`, and what is inside it where it only wraps: a compiled module, or one that was given keys."""
-    while module is not None:
+    """`module`, and what it wraps if it only wraps: compiled modules, and modules that were given keys."""
+    while isinstance(module, nn.Module):
         yield module
         inner = getattr(module, "_orig_mod", None)
-        if inner is None and isinstance(module, TensorDictModule | CudaGraphModule):
+        if inner is None and isinstance(module, TensorDictModule):
             inner = module.module
-        module = inner if isinstance(inner, nn.Module) else None
+        module = inner
 
 
 def flat_weights(source: Any) -> dict[str, Any]:
-    """Weights by name, of a module, a TensorDict, a state dict or a nested dict; also what a module saves beside them."""
+    """Weights by name: of a module, a TensorDict, a state dict or a nested dict."""
     if isinstance(source, nn.Module):
-        *_, bare = (layer for layer in layers_of(source) if layer is source or hasattr(source, "_orig_mod"))
-        return dict((bare if hasattr(source, "_orig_mod") else source).state_dict())
-def fitted(model: nn.Module, source: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """The module that takes `source` and its weights by name; an error if anything does not fit. Changes nothing.
+        return dict(getattr(source, "_orig_mod", source).state_dict())
+    if isinstance(source, TensorDictBase):
+        pairs = source.items(True, True)
+        return {key if isinstance(key, str) else ".".join(key): value.detach() for key, value in pairs}
+    if isinstance(source, Mapping):
+        flat: dict[str, Any] = {}
+        for name, value in source.items():
+            name = ".".join(name) if isinstance(name, tuple) else str(name)
+            if isinstance(value, Mapping | TensorDictBase):
+                flat.update({f"{name}.{inner}": tensor for inner, tensor in flat_weights(value).items()})
+            else:
+                flat[name] = value
+        return flat
+    raise TypeError(
+        f"Weights must be a module, a TensorDict or a dict of tensors, got {type(source).__name__}: {source!r}."
+    )
 
-    Names may be those of `model`, or of what it wraps: a policy given as a plain module keeps its own names.
+
+def fitted(model: nn.Module, source: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """The module that takes the weights of `source`, and these by name. Raises if anything does not fit.
+
+    Names may be those of `model` or of what it wraps, so that a policy given as a plain module keeps its own names.
+    Nothing is changed yet: `load_state_dict(weights, strict=False)` will do it.
     """
     weights = flat_weights(source)
+    known = model.state_dict()
     for layer in layers_of(model):
-        targets = layer.state_dict(keep_vars=True)
+        targets = layer.state_dict()
         if all(name in targets for name in weights):
             break
     else:
-        known = model.state_dict()
         name = next(name for name in weights if name not in known)
-        raise KeyError(f"The policy has no weight {name!r}.{suggestion(name, known)}")
+        raise KeyError(f"The model has no weight {name!r}.{suggestion(name, known)}")
     for name, value in weights.items():
         target = targets[name]
-        if isinstance(target, Tensor) and not isinstance(value, Tensor):
+        if not isinstance(target, Tensor):
+            continue  # a module's extra state, which only the module understands
+        if not isinstance(value, Tensor):
             raise TypeError(f"The weight {name!r} must be a tensor, got {type(value).__name__}: {value!r}.")
-        if isinstance(target, Tensor) and target.shape != value.shape:
+        if target.shape != value.shape:
             raise ValueError(f"The weight {name!r} has shape {tuple(target.shape)}, got {tuple(value.shape)}.")
     return layer, weights
 

@@ -12,8 +12,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from swath.envs.rows import Leaf, Rows
-from swath.envs.spaces import ActionCodec, ObservationCodec
-from swath.errors import ClosedError
+from swath.envs.spaces import ActionCodec, ObservationCodec, must_not_clash
+from swath.errors import ClosedError, suggestion, wrong_shape
 from swath.keys import DONE, FLAGS, NEXT, RESET, REWARD, TERMINATED, TRUNCATED, Key, as_key, nest
 from swath.seeding import lane_seed, lane_seeds, next_seed, policy_seed
 
@@ -27,8 +27,10 @@ class EnvBase:
 
     A subclass sets its spaces through `__init__` and gives either of two pairs:
 
-    - `_reset(td)` and `_step(td)`, which take and return TensorDicts: the simple way. `_step` returns the next
-      observation, `reward`, and `terminated` / `truncated` (or `done` alone); or
+    - `_reset(td)` and `_step(td)`, which take and return TensorDicts: the simple way. `_reset` returns the first
+      observations; where only some lanes are to begin anew, `td["_reset"]` marks them. `_step` finds observations and
+      actions in `td`, and returns the next observations, `reward`, and `terminated` / `truncated` (or `done` alone).
+      Both may keep what they were given; what they return is copied at once. Or
     - `reset_into(lanes, out)` and `step_into(action, out)`, which work on rows: the fast way.
 
     Whichever it is, a finished lane is never reset by the env itself: what a step returns is the true final
@@ -52,6 +54,7 @@ class EnvBase:
         self.num_lanes = math.prod(self.batch_size)
         self.observations = ObservationCodec(observation_space, categorical_action_encoding)
         self.actions = ActionCodec(action_space, categorical_action_encoding)
+        must_not_clash(self.observations.leaves, self.actions.leaves)
         self.reward_leaf = Leaf((1,), torch.float32)
         self.has_truncated = True
         """Whether episodes can be cut off; an adapter may have an env that knows no such thing."""
@@ -105,51 +108,78 @@ class EnvBase:
         """Where the rows lie that this env steps on; `device` is only what the surface hands out."""
         return self.device
 
+    @property
+    def simulators(self) -> list[Any]:
+        """The objects that really run, whatever is wrapped around them: no two envs may share one."""
+        return [self]
+
     # -- the array path ----------------------------------------------------------------------------------------
 
     def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
         """Begin a new episode in each of `lanes` and write its first observation into `out`."""
+        index = torch.as_tensor(list(lanes), device=self.rows_device)
         request = TensorDict({}, batch_size=self.batch_size)
         if len(lanes) < self.num_lanes:
-            mask = torch.zeros(self.num_lanes, dtype=torch.bool)
-            mask[list(lanes)] = True
+            mask = torch.zeros(self.num_lanes, dtype=torch.bool, device=self.rows_device)
+            mask[index] = True
+            seen: dict[Key, Tensor] = {key: out.tensors[key].clone() for key in self.observation_keys}
             request = TensorDict(
-                {
-                    **nest((k, out.tensors[k]) for k in self.observation_keys),
-                    RESET: mask.view(*self.batch_size, 1),
-                },
+                nest({**seen, RESET: mask.view(*self.batch_size, 1)}),
                 batch_size=self.batch_size,
             )
         answer = self._reset(request)
-        index = torch.as_tensor(list(lanes))
         for key in self.observation_keys:
-            value = answer.get(key)
-            self._check(key, value, out)
-            flat = (self.num_lanes, *value.shape[len(self.batch_size) :])
-            out.tensors[key].view(flat)[index] = value.reshape(flat)[index]
+            target = out.tensors[key]
+            value = self._answered(answer, key, target, "_reset").to(target)
+            flat = (self.num_lanes, *target.shape[len(self.batch_size) :])
+            target.view(flat)[index] = value.reshape(flat)[index]
 
     def step_into(self, action: Rows, out: Rows) -> bool:
         """Step every lane with `action`; write what happened into `out`. Return whether any lane finished."""
-        entries = {k: out.tensors[k] for k in self.observation_keys}
-        entries.update({k: action.tensors[k] for k in self.action_keys})
-        answer = self._step(TensorDict(nest(entries), batch_size=self.batch_size))
-        for key in self.observation_keys:
-            out.put(key, self._check(key, answer.get(key), out), type(self).__name__)
-        reward = answer.get(REWARD)
-        out.put(REWARD, reward.reshape(out.tensors[REWARD].shape), type(self).__name__)
-        terminated, truncated = _flags(answer)
-        shape = out.tensors[TERMINATED].shape
-        out.tensors[TERMINATED].copy_(terminated.reshape(shape))
-        out.tensors[TRUNCATED].copy_(truncated.reshape(shape))
+        given = {key: out.tensors[key].clone() for key in self.observation_keys}
+        given.update({key: action.tensors[key].clone() for key in self.action_keys})
+        answer = self._step(TensorDict(nest(given), batch_size=self.batch_size))
+        for key in (*self.observation_keys, REWARD):
+            target = out.tensors[key]
+            target.copy_(self._answered(answer, key, target, "_step"))
+        for key, flag in zip((TERMINATED, TRUNCATED), self._ends(answer, out), strict=True):
+            out.tensors[key].copy_(flag)
         return bool((out.tensors[TERMINATED] | out.tensors[TRUNCATED]).any())
 
-    def _check(self, key: Key, value: Tensor | None, out: Rows) -> Tensor:
+    def _answered(self, answer: TensorDictBase, key: Key, target: Tensor, where: str) -> Tensor:
+        """The entry `key` of what `_reset` or `_step` returned, in the shape of `target`."""
+        value: Tensor | None = answer.get(key, None)
         if value is None:
+            known = [str(known) for known in answer.keys(True, True)]
             raise KeyError(
-                f"{type(self).__name__} returned no {key!r}, although its observation space {self.observation_space} "
-                "promises it."
+                f"{type(self).__name__}.{where} returned no {key!r}, only {known}.{suggestion(str(key), known)} "
+                f"It must return all entries of the observation space {self.observation_space}, and a step its reward."
             )
+        if value.shape != target.shape:
+            if key not in (REWARD, *FLAGS) or value.shape != self.batch_size:
+                raise wrong_shape(key, target.shape, value.shape, f"{type(self).__name__}.{where}")
+            value = value.unsqueeze(-1)
         return value
+
+    def _ends(self, answer: TensorDictBase, out: Rows) -> tuple[Tensor, Tensor]:
+        """terminated and truncated, from whichever of the three flags `_step` wrote."""
+        found = {
+            key: self._answered(answer, key, out.tensors[TERMINATED], "_step").bool()
+            for key in FLAGS
+            if answer.get(key, None) is not None
+        }
+        if not found:
+            raise KeyError(
+                f"{type(self).__name__}._step returned none of {FLAGS}, only "
+                f"{[str(key) for key in answer.keys(True, True)]}. Every step must tell whether the episode has ended."
+            )
+        never = torch.zeros_like(out.tensors[TERMINATED])
+        done, terminated, truncated = (found.get(key) for key in FLAGS)
+        if terminated is None:
+            terminated = never if done is None else done if truncated is None else done & ~truncated
+        if truncated is None:
+            truncated = never if done is None else done & ~terminated
+        return terminated, truncated
 
     def _reset(self, tensordict: TensorDictBase) -> TensorDictBase:
         raise NotImplementedError(f"{type(self).__name__} has neither _reset nor reset_into.")
@@ -171,9 +201,11 @@ class EnvBase:
         self._must_be_open()
         out = self._out()
         lanes = list(range(self.num_lanes))
-        if tensordict is not None and RESET in tensordict.keys():
-            mask = tensordict.get(RESET).reshape(self.num_lanes, -1).any(-1)
-            lanes = mask.nonzero().view(-1).tolist()
+        mask = None if tensordict is None else tensordict.get(RESET, None)
+        if tensordict is not None and mask is not None:
+            if mask.shape not in (self.batch_size, (*self.batch_size, 1)):
+                raise wrong_shape(RESET, (*self.batch_size, 1), mask.shape, "The TensorDict given to reset")
+            lanes = mask.reshape(-1).nonzero().view(-1).tolist()
             for key in self.observation_keys:
                 if (kept := tensordict.get(key, None)) is not None:
                     out.put(key, kept, "The TensorDict given to reset")
@@ -198,19 +230,21 @@ class EnvBase:
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDict]:
         """Step, and give also what the next step begins from: finished lanes are reset there."""
         stepped = self.step(tensordict)
+        return stepped, self._root_after(stepped)
+
+    def _root_after(self, stepped: TensorDictBase) -> TensorDict:
         after = stepped.get(NEXT)
         root = self._td({k: after.get(k) for k in self.observation_keys} | self._no_flags())
         if bool(after.get(DONE).any()):
-            root.set(RESET, after.get(DONE))
-            root = self.reset(root)
-        return stepped, root
+            root = self.reset(root.set(RESET, after.get(DONE)))
+        return root
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """`tensordict` (or a new one) with random actions."""
         drawn = self.actions.draw(self.actions.leaves, 1, self.num_lanes, self._generator)
         target = self._td({}) if tensordict is None else tensordict
         for key, value in drawn.items():
-            target.set(key, value[0].view(*self.batch_size, *value.shape[2:]).to(self.device or "cpu"))
+            target.set(key, value[0].view((*self.batch_size, *value.shape[2:])).to(self.device or "cpu"))
         return target
 
     def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
@@ -226,25 +260,35 @@ class EnvBase:
         break_when_any_done: bool = True,
         tensordict: TensorDictBase | None = None,
     ) -> TensorDictBase:
-        """At most `max_steps` steps from a reset, as `[*batch_size, T]`; `policy` takes and returns a TensorDict.
+        """At most `max_steps` steps from a reset, as `[*batch_size, T]`.
 
-        By default it ends with the first finished lane; otherwise finished lanes are reset and go on.
+        Args:
+            max_steps: the most steps to make.
+            policy: takes and returns a TensorDict; without one, actions are random.
+            auto_reset: begin with a reset (of the lanes that `tensordict["_reset"]` marks, if it does); otherwise go on
+                from `tensordict`, in which only finished lanes are reset.
+            break_when_any_done: end with the first finished lane; otherwise finished lanes are reset and go on.
+            tensordict: what to begin from.
         """
-        if not auto_reset and tensordict is None:
-            raise ValueError(
-                "rollout(auto_reset=False) needs the tensordict to begin from: pass tensordict=env.reset()."
-            )
-        root = self.reset() if auto_reset or tensordict is None else tensordict
-        steps = []
+        if max_steps < 1:
+            raise ValueError(f"rollout(max_steps={max_steps}) has no step to return; max_steps must be at least 1.")
+        if not auto_reset:
+            if tensordict is None:
+                raise ValueError(
+                    "rollout(auto_reset=False) needs the tensordict to begin from: pass tensordict=env.reset()."
+                )
+            ended = tensordict.get(DONE, self._zeros(FLAG))
+            tensordict = tensordict.clone(recurse=False).set(RESET, ended)
+        root: TensorDictBase = self.reset(tensordict)
+        steps: list[TensorDictBase] = []
         with torch.no_grad():
             for _ in range(max_steps):
+                if steps:
+                    root = self._root_after(steps[-1])
                 acted = self.rand_action(root) if policy is None else policy(root)
-                step, root = self.step_and_maybe_reset(acted)
-                steps.append(step.clone(recurse=False))
-                if break_when_any_done and bool(step.get((NEXT, DONE)).any()):
+                steps.append(self.step(acted).clone(recurse=False))
+                if break_when_any_done and bool(steps[-1].get((NEXT, DONE)).any()):
                     break
-        if not steps:
-            raise ValueError(f"rollout(max_steps={max_steps}) has no step to return; max_steps must be at least 1.")
         stacked: TensorDictBase = TensorDict.stack(steps, len(self.batch_size))
         stacked.names = [*(None,) * len(self.batch_size), "time"]
         return stacked
@@ -283,7 +327,7 @@ class EnvBase:
         return {"seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave; lanes begin anew from the saved seed."""
+        """Seed the lanes anew, with seeds that follow from the saved one but repeat none of its episodes."""
         if state.get("seed") is not None:
             self.set_seed(lane_seed(state["seed"], self.first_lane + self.num_lanes + 1))
 
@@ -320,7 +364,8 @@ class EnvBase:
             value = tensordict.get(key, None)
             if value is None:
                 raise KeyError(
-                    f"step() found no {key!r} in the TensorDict, only {sorted(map(str, tensordict.keys()))}."
+                    f"step() found no {key!r} in the TensorDict, only {sorted(map(str, tensordict.keys()))}. "
+                    "Call the policy or env.rand_action(td) before env.step(td)."
                 )
             given[key] = value
         leaves = {key: Leaf.of(value, len(self.batch_size)) for key, value in given.items()}
@@ -332,7 +377,7 @@ class EnvBase:
         return rows
 
     def _zeros(self, leaf: Leaf) -> Tensor:
-        return torch.zeros(*self.batch_size, *leaf.shape, dtype=leaf.dtype, device=self.device)
+        return torch.zeros((*self.batch_size, *leaf.shape), dtype=leaf.dtype, device=self.device)
 
     def _no_flags(self) -> dict[Key, Tensor]:
         return {key: self._zeros(FLAG) for key in FLAGS}
@@ -345,15 +390,9 @@ class EnvBase:
         )
 
 
-def _flags(answer: TensorDictBase) -> tuple[Tensor, Tensor]:
-    """terminated and truncated from whichever of the three flags an env wrote."""
-    terminated, truncated = answer.get(TERMINATED, None), answer.get(TRUNCATED, None)
-    if terminated is None:
-        done = answer.get(DONE)
-        if done is None:
-            raise KeyError("The env's step returned none of 'terminated', 'truncated' and 'done'.")
-        terminated = done if truncated is None else done & ~truncated
-    if truncated is None:
-        done = answer.get(DONE, None)
-        truncated = torch.zeros_like(terminated) if done is None else done & ~terminated
-    return terminated, truncated
+def must_differ(simulators: Sequence[Any], cure: str) -> None:
+    """Refuse to make several lanes of one simulator."""
+    if len({id(simulator) for simulator in simulators}) < len(simulators):
+        raise ValueError(
+            f"The same env was given twice; each lane needs its own. Build the env inside the factory, as in {cure}."
+        )

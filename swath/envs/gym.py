@@ -9,7 +9,7 @@ import gymnasium as gym
 import torch
 from gymnasium.vector import VectorEnv
 
-from swath.envs.base import EnvBase
+from swath.envs.base import EnvBase, must_differ
 from swath.envs.lanes import GymLanes, VectorLanes
 from swath.envs.rows import Leaf, Rows
 from swath.errors import UnsupportedEnvError
@@ -73,29 +73,20 @@ class GymEnv(EnvBase):
         """
         if num_envs < 0:
             raise ValueError(f"num_envs must be 0 (no batch dimension) or more, got {num_envs}.")
-        self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
-        make = _factory(env, kwargs, from_pixels)
-        first = make()
-        self._lanes: Lanes
-        if isinstance(first, VectorEnv):
-            if num_envs not in (0, first.num_envs):
-                raise ValueError(f"num_envs={num_envs} does not fit a vector env of {first.num_envs} envs.")
-            batch_size: tuple[int, ...] = (first.num_envs,)
-            space, action_space = first.single_observation_space, first.single_action_space
+        made = _make(env, num_envs, kwargs, from_pixels)
+        self.name = env if isinstance(env, str) else _name(made)
+        if isinstance(made, VectorEnv):
+            if frame_skip is not None or from_pixels:
+                raise ValueError(
+                    "frame_skip and from_pixels do not work with a vector env: wrap the envs that it is made of or use "
+                    "GymEnv(name, num_envs=...)."
+                )
+            space, action_space = made.single_observation_space, made.single_action_space
+            batch_size: tuple[int, ...] = (made.num_envs,)
         else:
-            if num_envs > 1 and isinstance(env, gym.Env):
-                raise ValueError(
-                    f"num_envs={num_envs} needs a name or a factory: one instance cannot be {num_envs} envs."
-                )
-            envs = [first, *(make() for _ in range(num_envs - 1))]
-            if len({id(e) for e in envs}) < len(envs):
-                raise ValueError(
-                    "The factory returned the same env twice; each lane needs its own. Build the env inside the factory, "
-                    "as in lambda: gymnasium.make(...)."
-                )
-            envs = [_wrap(e, frame_skip, from_pixels, pixels_only) for e in envs]
+            made = [_wrap(single, frame_skip, from_pixels, pixels_only) for single in made]
+            space, action_space = made[0].observation_space, made[0].action_space
             batch_size = (num_envs,) if num_envs else ()
-            space, action_space = envs[0].observation_space, envs[0].action_space
         super().__init__(
             space,
             action_space,
@@ -103,15 +94,25 @@ class GymEnv(EnvBase):
             device=device,
             categorical_action_encoding=categorical_action_encoding,
         )
-        if isinstance(first, VectorEnv):
-            self._lanes = VectorLanes(first, self.observations, self.actions)
-        else:
-            self._lanes = GymLanes(envs, self.observations, self.actions)
+        lanes = VectorLanes if isinstance(made, VectorEnv) else GymLanes
+        self._lanes: Lanes = lanes(made, self.observations, self.actions)
 
     @property
     def gym_envs(self) -> list[gym.Env[Any, Any]] | None:
         """The gymnasium envs of all lanes, or None for a vector env."""
         return self._lanes.envs if isinstance(self._lanes, GymLanes) else None
+
+    @property
+    def vector_env(self) -> VectorEnv[Any, Any, Any] | None:
+        """The vector env, or None for separate envs."""
+        return self._lanes.env if isinstance(self._lanes, VectorLanes) else None
+
+    @property
+    def simulators(self) -> list[Any]:
+        """The gymnasium envs under all wrappers, or the vector env."""
+        if self.vector_env is not None:
+            return [self.vector_env.unwrapped]
+        return [env.unwrapped for env in self.gym_envs or ()]
 
     @property
     def out_leaves(self) -> dict[Key, Leaf]:
@@ -141,6 +142,27 @@ class GymEnv(EnvBase):
     def __repr__(self) -> str:
         """Name and lanes."""
         return f"GymEnv({self.name}, batch_size={list(self.batch_size)})"
+
+
+def _make(env: Any, num_envs: int, kwargs: dict[str, Any], from_pixels: bool) -> Any:
+    """A vector env, or a list of `num_envs` (at least one) separate envs."""
+    make = _factory(env, kwargs, from_pixels)
+    first = make()
+    if isinstance(first, VectorEnv):
+        if num_envs not in (0, first.num_envs):
+            raise ValueError(f"num_envs={num_envs} does not fit a vector env of {first.num_envs} envs.")
+        return first
+    if num_envs > 1 and isinstance(env, gym.Env):
+        raise ValueError(f"num_envs={num_envs} needs a name or a factory: one instance cannot be {num_envs} envs.")
+    envs = [first, *(make() for _ in range(num_envs - 1))]
+    must_differ([single.unwrapped for single in envs], "lambda: gymnasium.make(...)")
+    return envs
+
+
+def _name(made: Any) -> str:
+    """The registered name, or that of the class."""
+    env = made if isinstance(made, VectorEnv) else made[0]
+    return env.spec.id if env.spec is not None else type(env.unwrapped).__name__
 
 
 def _factory(env: Any, kwargs: dict[str, Any], from_pixels: bool) -> Callable[[], Any]:

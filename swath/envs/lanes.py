@@ -8,6 +8,9 @@ reset by the caller, after the step was recorded. A vector env resets by itself,
   is kept aside until the caller asks for the reset.
 - NEXT_STEP: the next step resets the lane and ignores its action. Gymnasium's own Sync- and AsyncVectorEnv can be reset
   by mask before that happens. For others that step has no transition in this lane: it is marked idle in the mask.
+
+An env that always returns the same array must not be put into a SAME_STEP vector env: its reset overwrites the final
+observation before gymnasium hands it out. Everywhere else results are copied before the env is called again.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from swath.envs.rows import Rows
 from swath.envs.spaces import ActionCodec, ObservationCodec
 from swath.errors import UnsupportedEnvError, annotate
-from swath.keys import MASK, REWARD, TERMINATED, TRUNCATED
+from swath.keys import MASK, REWARD, TERMINATED, TRUNCATED, Key
+
+HINT = "swath.envs.check_env(env) tells what is wrong with a custom env."
 
 
 class GymLanes:
@@ -55,7 +60,7 @@ class GymLanes:
                 seed, self._seeds[lane] = self._seeds[lane], None
                 self._write(lane, self.envs[lane].reset(seed=seed)[0])
         except Exception as error:
-            annotate(error, f"Raised in reset() of lane {lane}, {self.envs[lane]}.")
+            annotate(error, f"Raised in reset() of lane {lane}, {self.envs[lane]}. {HINT}")
             raise
 
     def step_into(self, action: Rows, out: Rows) -> bool:
@@ -84,7 +89,7 @@ class GymLanes:
                 if over or cut:
                     finished = True
         except Exception as error:
-            annotate(error, f"Raised in step({act!r}) of lane {lane}, {self.envs[lane]}.")
+            annotate(error, f"Raised in step({act!r}) of lane {lane}, {self.envs[lane]}. {HINT}")
             raise
         return finished
 
@@ -113,17 +118,18 @@ class VectorLanes:
         self.env = env
         self._observations = observations
         self._actions = actions
-        mode = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
-        self._mode = AutoresetMode(mode)
-        self._resets_by_mask = self._mode is AutoresetMode.DISABLED or isinstance(
-            env.unwrapped, SyncVectorEnv | AsyncVectorEnv
-        )
-        self.idles = self._mode is AutoresetMode.NEXT_STEP and not self._resets_by_mask
-        self._seeds: list[int] | None = None
-        self._fresh: dict[int, dict[Any, np.ndarray]] = {}
+        self._mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
+        inner = env.unwrapped
+        self._is_gymnasiums = isinstance(inner, SyncVectorEnv | AsyncVectorEnv)
+        self._resets_again = isinstance(inner, AsyncVectorEnv) and not inner.shared_memory
+        """Without shared memory, gymnasium's workers do not notice that a lane was reset before they did it."""
+        self.idles = self._mode is AutoresetMode.NEXT_STEP and (self._resets_again or not self._is_gymnasiums)
+        self._resets_by_mask = not self.idles and (self._is_gymnasiums or self._mode is AutoresetMode.DISABLED)
+        self._seeds: list[int | None] = [None] * env.num_envs
+        self._fresh: dict[int, dict[Key, np.ndarray]] = {}
         """SAME_STEP: first observations of new episodes that the caller has not asked for yet."""
         self._pending = np.zeros(env.num_envs, dtype=bool)
-        """NEXT_STEP without masks: lanes that the next step will reset."""
+        """Where lanes idle: those that the next step will reset."""
         self._bound_action: Rows | None = None
         self._bound_out: Rows | None = None
 
@@ -151,24 +157,27 @@ class VectorLanes:
             self._bound_action = action
         if out is not self._bound_out:
             self._bind_out(out)
-        observation, reward, terminated, truncated, infos = self.env.step(self._read())
-        self._write_all(observation)
-        self._reward[:] = reward
-        self._terminated[:] = terminated
-        self._truncated[:] = truncated
+        self._fresh.clear()  # a caller that steps on has gone past those beginnings
+        acts = self._read()
+        try:
+            observation, reward, terminated, truncated, infos = self.env.step(acts)
+            self._write_all(observation)
+            self._reward[:] = reward
+            self._terminated[:] = terminated
+            self._truncated[:] = truncated
+        except Exception as error:
+            annotate(error, f"Raised in step({acts!r}) of the vector env {self.env}. {HINT}")
+            raise
         finished = np.logical_or(terminated, truncated)
         if self.idles:
             np.logical_not(self._pending, out=out.arrays[MASK])
-            self._pending = finished.copy()
+            self._pending = finished
         elif self._mode is AutoresetMode.SAME_STEP and finished.any():
-            final = infos["final_obs"]
-            for lane in np.flatnonzero(finished).tolist():
-                self._fresh[lane] = {k: out.arrays[k][lane].copy() for k in self._observations.leaves}
-                self._write(lane, _lane(final, lane))
+            self._set_beginnings_aside(np.flatnonzero(finished).tolist(), infos, out)
         return bool(finished.any())
 
     def seed(self, seeds: list[int]) -> None:
-        """Seed each lane at the next full reset."""
+        """Seed each lane at its next reset."""
         self._seeds = list(seeds)
         self._fresh.clear()
 
@@ -176,14 +185,23 @@ class VectorLanes:
         """Close the vector env."""
         self.env.close()
 
+    def _set_beginnings_aside(self, lanes: list[int], infos: dict[str, Any], out: Rows) -> None:
+        if "final_obs" not in infos:
+            raise KeyError(
+                f"{self.env} ended the episodes of lanes {lanes} in SAME_STEP autoreset mode, but its infos (with "
+                f"{sorted(infos)}) have no 'final_obs', so the final observations are lost. Return them there, or use "
+                "another autoreset mode."
+            )
+        for lane in lanes:
+            self._fresh[lane] = {key: out.arrays[key][lane].copy() for key in self._observations.leaves}
+            self._write(lane, lane_of(infos["final_obs"], lane))
+
     def _reset_all(self) -> None:
-        seeds, self._seeds = self._seeds, None
-        self._fresh.clear()
-        self._pending[:] = False
-        seed: Any = seeds
-        if seeds is not None and not isinstance(self.env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
-            seed = seeds[0]  # custom vector envs are only bound to take one
-        self._write_all(self.env.reset(seed=seed)[0])
+        seeds: Any = self._seeds if self._is_gymnasiums else self._seeds[0]  # others are only bound to take one seed
+        self._seeds = [None] * self.env.num_envs
+        if not self._resets_again:
+            self._pending[:] = False
+        self._write_all(self.env.reset(seed=seeds)[0])
 
     def _reset_by_mask(self, lanes: list[int]) -> None:
         if not self._resets_by_mask:
@@ -194,9 +212,13 @@ class VectorLanes:
             )
         mask = np.zeros(self.env.num_envs, dtype=bool)
         mask[lanes] = True
-        observation, _ = self.env.reset(options={"reset_mask": mask})
+        seeds: Any = None
+        if self._is_gymnasiums:
+            seeds = [seed if chosen else None for seed, chosen in zip(self._seeds, mask, strict=True)]
+            self._seeds = [None if chosen else seed for seed, chosen in zip(self._seeds, mask, strict=True)]
+        observation, _ = self.env.reset(seed=seeds, options={"reset_mask": mask})
         for lane in lanes:
-            self._write(lane, _lane(observation, lane))
+            self._write(lane, lane_of(observation, lane))
 
     def _bind_out(self, out: Rows) -> None:
         self._write_all = self._observations.batch_writer(out)
@@ -207,10 +229,10 @@ class VectorLanes:
         self._bound_out = out
 
 
-def _lane(values: Any, lane: int) -> Any:
+def lane_of(values: Any, lane: int) -> Any:
     """One lane's value from a nested value of all lanes."""
     if isinstance(values, dict):
-        return {name: _lane(value, lane) for name, value in values.items() if not name.startswith("_")}
+        return {name: lane_of(value, lane) for name, value in values.items()}
     if isinstance(values, tuple):
-        return tuple(_lane(value, lane) for value in values)
+        return tuple(lane_of(value, lane) for value in values)
     return values[lane]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from swath.envs.adapt import as_env
-from swath.envs.base import EnvBase
+from swath.envs.base import EnvBase, must_differ
 from swath.envs.gym import GymEnv
 from swath.envs.lanes import GymLanes
 from swath.envs.rows import Leaf, Rows
+from swath.errors import annotate
 from swath.keys import Key
 
 EnvFactory = Callable[..., Any]
@@ -35,11 +37,7 @@ class SerialEnv(EnvBase):
         factories = _one_each("create_env_fn", create_env_fn, num_workers)
         kwargs = _one_each("create_env_kwargs", create_env_kwargs or {}, num_workers)
         self.envs = [as_env(f, k) for f, k in zip(factories, kwargs, strict=True)]
-        if len({id(env) for env in self.envs}) < len(self.envs):
-            raise ValueError(
-                "SerialEnv got the same env twice; each lane needs its own. Build the env inside the factory, as in "
-                "SerialEnv(4, lambda: GymEnv('CartPole-v1'))."
-            )
+        must_differ(self.simulators, "SerialEnv(4, lambda: GymEnv('CartPole-v1'))")
         first = self.envs[0]
         for index, env in enumerate(self.envs):
             _must_agree(first, env, index)
@@ -52,12 +50,18 @@ class SerialEnv(EnvBase):
         self.observations, self.actions = first.observations, first.actions
         self.reward_leaf = first.reward_leaf
         self._lanes = _merged(self.envs)
-        self._parts: dict[int, tuple[Rows, list[Rows]]] = {}
+        self._bound_action: Rows | None = None
+        self._bound_out: Rows | None = None
 
     @property
     def rows_device(self) -> torch.device | None:
         """Where the envs themselves work."""
         return self.envs[0].rows_device
+
+    @property
+    def simulators(self) -> list[Any]:
+        """Those of all envs."""
+        return [simulator for env in self.envs for simulator in env.simulators]
 
     @property
     def out_leaves(self) -> dict[Key, Leaf]:
@@ -69,30 +73,45 @@ class SerialEnv(EnvBase):
         if self._lanes is not None:
             self._lanes.reset_into(lanes, out)
             return
+        if out is not self._bound_out:
+            self._bind_out(out)
         size = self.envs[0].num_lanes
-        for index, (env, part) in enumerate(zip(self.envs, self._split(out), strict=True)):
+        for index, (env, part) in enumerate(zip(self.envs, self._outs, strict=True)):
             own = [lane - index * size for lane in lanes if lane // size == index]
             if own:
-                env.reset_into(own, part)
+                with self._naming(index):
+                    env.reset_into(own, part)
 
     def step_into(self, action: Rows, out: Rows) -> bool:
         """Step every env on its part of the rows."""
         if self._lanes is not None:
             return self._lanes.step_into(action, out)
-        finished = [
-            env.step_into(act, part)
-            for env, act, part in zip(self.envs, self._split(action), self._split(out), strict=True)
-        ]
-        return any(finished)
+        if action is not self._bound_action:
+            self._actions, self._bound_action = self._split(action), action
+        if out is not self._bound_out:
+            self._bind_out(out)
+        finished = False
+        for index, env in enumerate(self.envs):
+            with self._naming(index):
+                finished |= env.step_into(self._actions[index], self._outs[index])
+        return finished
+
+    def _bind_out(self, out: Rows) -> None:
+        self._outs, self._bound_out = self._split(out), out
 
     def _split(self, rows: Rows) -> list[Rows]:
-        """The parts of `rows` for each env; made once, as rows stay where they are."""
-        known = self._parts.get(id(rows))
-        if known is None or known[0] is not rows:
-            size, shape = self.envs[0].num_lanes, tuple(self.envs[0].batch_size)
-            parts = [rows.part(i * size, (i + 1) * size, shape) for i in range(len(self.envs))]
-            known = self._parts[id(rows)] = (rows, parts)
-        return known[1]
+        """The part of `rows` of each env."""
+        size, shape = self.envs[0].num_lanes, tuple(self.envs[0].batch_size)
+        return [rows.part(i * size, (i + 1) * size, shape) for i in range(len(self.envs))]
+
+    @contextmanager
+    def _naming(self, index: int) -> Iterator[None]:
+        """Add to an error in which env it was raised."""
+        try:
+            yield
+        except Exception as error:
+            annotate(error, f"This was env {index} of {self!r}.")
+            raise
 
     def _set_seeds(self, seeds: list[int]) -> None:
         if self._lanes is not None:

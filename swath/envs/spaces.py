@@ -6,7 +6,7 @@ functions returned here are bound once and called every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,19 @@ import torch
 from gymnasium import spaces as gs
 from torch import Tensor
 
+from swath.envs.draw import draw
 from swath.envs.rows import Leaf, Rows
 from swath.errors import UnsupportedSpaceError, wrong_shape
-from swath.keys import ACTION, OBSERVATION, PIXELS, Key, as_path
+from swath.keys import ACTION, COLLECTOR, FLAGS, NEXT, OBSERVATION, PIXELS, RESET, REWARD, Key, as_path
+
+RESERVED = (*FLAGS, REWARD, NEXT, RESET, COLLECTOR)
+"""Names at the root of a TensorDict that no space may use."""
 
 Path = tuple[str | int, ...]
 """Where a value lies inside a nested gymnasium value: the keys and indices to follow."""
+
+LaneWriter = Callable[[int, Any], None]
+"""Takes a lane and its value, and writes it where it belongs."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +92,37 @@ def leaf_of(entry: Entry, categorical: bool) -> Leaf:
 def _torch_dtype(space: gs.Box, key: Key) -> torch.dtype:
     try:
         return torch.from_numpy(np.empty(0, dtype=space.dtype)).dtype
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # no such type, or another byte order
         raise UnsupportedSpaceError(
             f"{key!r} is a Box of dtype {space.dtype}, for which torch has no type. "
             "gymnasium.wrappers.DtypeObservation can convert it, for instance to float32."
         ) from error
 
 
-def _bounds(space: gs.MultiDiscrete) -> tuple[np.ndarray, np.ndarray]:
-    """The flat start of each component's values, and of its one-hot block."""
+def must_not_clash(observations: Iterable[Key], actions: Iterable[Key]) -> None:
+    """Refuse spaces whose entries would overwrite each other, or the reward and the flags."""
+    taken: dict[tuple[str, ...], str] = {(name,): "swath's own entries" for name in RESERVED}
+    for kind, keys in (("the observation space", observations), ("the action space", actions)):
+        for key in keys:
+            path = as_path(key)
+            for other, owner in taken.items():
+                if path[: len(other)] == other[: len(path)]:
+                    raise UnsupportedSpaceError(
+                        f"The entry {'/'.join(path)!r} of {kind} would lie in the same place as {'/'.join(other)!r} of "
+                        f"{owner}. Give it another name in its Dict, for instance with "
+                        "gymnasium.wrappers.TransformObservation or TransformAction."
+                    )
+            taken[path] = kind
+
+
+def _offsets(space: gs.MultiDiscrete) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each component, flat: its number of values, its lowest value, and where its one-hot block begins."""
     sizes = space.nvec.reshape(-1)
-    return np.asarray(space.start).reshape(-1), np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    return sizes, np.asarray(space.start).reshape(-1), np.cumsum(sizes) - sizes
+
+
+def _outside(key: Key, value: Any, space: gs.Space[Any], lane: int) -> ValueError:
+    return ValueError(f"The env of lane {lane} gave {key!r} = {value!r}, which is not in its space {space}.")
 
 
 class ObservationCodec:
@@ -104,10 +131,11 @@ class ObservationCodec:
     def __init__(self, space: gs.Space[Any], categorical: bool = False) -> None:
         """Choose entries for `space`; `categorical` keeps discrete values as integers."""
         self.space = space
+        self.categorical = categorical
         self.entries = entries_of(space, observation_root(space))
         self.leaves = {entry.key: leaf_of(entry, categorical) for entry in self.entries}
 
-    def lane_writer(self, rows: Rows) -> Callable[[int, Any], None]:
+    def lane_writer(self, rows: Rows) -> LaneWriter:
         """A function that writes one lane's observation into `rows`."""
         writers = [(e.path, self._writer(e, rows.arrays[e.key])) for e in self.entries]
         if len(writers) == 1 and not writers[0][0]:
@@ -121,53 +149,26 @@ class ObservationCodec:
 
     def batch_writer(self, rows: Rows) -> Callable[[Any], None]:
         """A function that writes the observations of all lanes, given as gymnasium's vector envs give them."""
-        writers = [(e.path, self._writer(e, rows.arrays[e.key])) for e in self.entries]
         lanes = range(rows.lanes)
-        whole = [
-            (e.path, rows.arrays[e.key]) if isinstance(e.space, gs.Box | gs.MultiBinary) else None for e in self.entries
-        ]
+        targets = [(e, rows.arrays[e.key], self._writer(e, rows.arrays[e.key])) for e in self.entries]
 
         def write(observation: Any) -> None:
-            for target, (path, writer) in zip(whole, writers, strict=True):
-                values = _follow(observation, path)
-                if target is not None and np.shape(values) == target[1].shape:
-                    target[1][:] = values
+            for entry, target, write_lane in targets:
+                values = _follow(observation, entry.path)
+                if isinstance(entry.space, gs.Box | gs.MultiBinary) and np.shape(values) == target.shape:
+                    target[:] = values
                 else:
                     for lane in lanes:
-                        writer(lane, values[lane])
+                        write_lane(lane, values[lane])
 
         return write
 
-    def _writer(self, entry: Entry, target: np.ndarray) -> Callable[[int, Any], None]:
+    def _writer(self, entry: Entry, target: np.ndarray) -> LaneWriter:
         space, key = entry.space, entry.key
-        if isinstance(space, gs.Discrete) and target.ndim == 2:
-            start = int(space.start)
-
-            def write_one_hot(lane: int, value: Any) -> None:
-                target[lane] = 0
-                target[lane, int(value) - start] = 1
-
-            return write_one_hot
         if isinstance(space, gs.Discrete):
-            start = int(space.start)
-
-            def write_index(lane: int, value: Any) -> None:
-                target[lane] = int(value) - start
-
-            return write_index
+            return _discrete_writer(key, space, target, not self.categorical)
         if isinstance(space, gs.MultiDiscrete):
-            starts, blocks = _bounds(space)
-            one_hot = target.shape[1:] != space.nvec.shape
-
-            def write_indices(lane: int, value: Any) -> None:
-                indices = np.asarray(value).reshape(-1) - starts
-                if one_hot:
-                    target[lane] = 0
-                    target[lane, blocks + indices] = 1
-                else:
-                    target[lane] = indices.reshape(space.nvec.shape)
-
-            return write_indices
+            return _multi_discrete_writer(key, space, target, not self.categorical)
         shape = target.shape[1:]
 
         def write(lane: int, value: Any) -> None:
@@ -178,6 +179,42 @@ class ObservationCodec:
             target[lane] = value
 
         return write
+
+
+def _discrete_writer(key: Key, space: gs.Discrete, target: np.ndarray, one_hot: bool) -> LaneWriter:
+    start, n = int(space.start), int(space.n)
+
+    def write(lane: int, value: Any) -> None:
+        index = int(value) - start
+        if not 0 <= index < n:  # as an index it might wrap around, and nobody would notice
+            raise _outside(key, value, space, lane)
+        if one_hot:
+            target[lane] = 0
+            target[lane, index] = 1
+        else:
+            target[lane] = index
+
+    return write
+
+
+def _multi_discrete_writer(key: Key, space: gs.MultiDiscrete, target: np.ndarray, one_hot: bool) -> LaneWriter:
+    sizes, starts, blocks = _offsets(space)
+    shape = space.nvec.shape
+
+    def write(lane: int, value: Any) -> None:
+        value = np.asarray(value)
+        if value.shape != shape:
+            raise wrong_shape(key, shape, value.shape, f"The env of lane {lane}")
+        indices = value.reshape(-1) - starts
+        if ((indices < 0) | (indices >= sizes)).any():
+            raise _outside(key, value, space, lane)
+        if one_hot:
+            target[lane] = 0
+            target[lane, blocks + indices] = 1
+        else:
+            target[lane] = indices.reshape(shape)
+
+    return write
 
 
 class ActionCodec:
@@ -194,9 +231,8 @@ class ActionCodec:
         """A function that gives a list of gymnasium actions, one per lane, that the envs may keep."""
         readers = [(e, self.reader(e, rows.arrays[e.key])) for e in self.entries]
         if len(readers) == 1 and not readers[0][0].path:
-            entry, read = readers[0]
-            if isinstance(entry.space, gs.Discrete):
-                return lambda: read().tolist()  # plain ints: gymnasium checks them fastest
+            read = readers[0][1]
+            # Discrete actions stay np.int64, as gymnasium samples them: it checks plain ints at twice the price.
             return lambda: list(read())
 
         def read_all() -> list[Any]:
@@ -218,29 +254,30 @@ class ActionCodec:
 
         For a Discrete space the rows may hold indices, one-hot vectors or scores, of which the largest counts.
         """
-        space, shape = entry.space, array.shape[1:]
+        space, shape, dtype = entry.space, array.shape[1:], np.dtype(entry.space.dtype)
         integral = array.dtype.kind in "iub"
         if isinstance(space, gs.Discrete):
-            start = space.start
-            if shape == (int(space.n),) and not (shape == (1,) and integral):
-                if start == 0:
+            start = dtype.type(space.start)
+            if shape == (int(space.n),):
+                if start == 0 and dtype == np.int64:
                     return lambda: array.argmax(1)
-                return lambda: array.argmax(1) + start
+                return lambda: array.argmax(1).astype(dtype) + start
             if integral and shape in ((), (1,)):
                 flat = array.reshape(-1)
-                return lambda: flat + start
+                return lambda: flat.astype(dtype) + start
         elif isinstance(space, gs.MultiDiscrete):
-            starts, blocks = _bounds(space)
-            nvec = space.nvec
-            if integral and shape == nvec.shape:
-                return lambda: array + space.start
-            if shape == (int(nvec.sum()),):
-                cuts = blocks[1:]
-                return lambda: (np.stack([b.argmax(1) for b in np.split(array, cuts, 1)], 1) + starts).reshape(
-                    -1, *nvec.shape
-                )
+            starts = space.start
+            if shape == (int(space.nvec.sum()),):
+                cuts = _offsets(space)[-1][1:]
+
+                def pick() -> np.ndarray:
+                    indices = [block.argmax(1) for block in np.split(array, cuts, 1)]
+                    return np.stack(indices, 1).reshape(-1, *starts.shape).astype(dtype) + starts
+
+                return pick
+            if integral and shape == starts.shape:
+                return lambda: array.astype(dtype) + starts
         elif shape == tuple(space.shape or ()):
-            dtype = space.dtype
             return lambda: array.astype(dtype)
         expected = leaf_of(entry, categorical=False).shape
         raise wrong_shape(entry.key, expected, shape, f"The policy, for the action space {space},")
@@ -249,51 +286,7 @@ class ActionCodec:
         self, leaves: dict[Key, Leaf], steps: int, lanes: int, generator: torch.Generator | None
     ) -> dict[Key, Tensor]:
         """Random actions for `steps` steps of `lanes` lanes, `[T, N, ...]`, encoded as `leaves` says."""
-        return {
-            entry.key: self._draw(entry.space, leaves[entry.key], (steps, lanes), generator) for entry in self.entries
-        }
-
-    @staticmethod
-    def _draw(space: gs.Space[Any], leaf: Leaf, shape: tuple[int, ...], g: torch.Generator | None) -> Tensor:
-        if isinstance(space, gs.Discrete):
-            return _encode(torch.randint(int(space.n), shape, generator=g), int(space.n), leaf)
-        if isinstance(space, gs.MultiDiscrete):
-            sizes = space.nvec.reshape(-1).tolist()
-            parts = [torch.randint(int(n), shape, generator=g) for n in sizes]
-            if leaf.shape == space.nvec.shape:
-                return torch.stack(parts, -1).view(*shape, *leaf.shape).to(leaf.dtype)
-            hot = [torch.nn.functional.one_hot(p, int(n)) for p, n in zip(parts, sizes, strict=True)]
-            return torch.cat(hot, -1).to(leaf.dtype)
-        if isinstance(space, gs.MultiBinary):
-            return torch.randint(2, (*shape, *leaf.shape), generator=g).to(leaf.dtype)
-        assert isinstance(space, gs.Box)
-        return _draw_box(space, (*shape, *leaf.shape), g).to(leaf.dtype)
-
-
-def _encode(indices: Tensor, n: int, leaf: Leaf) -> Tensor:
-    """Indices as the policy writes them: plain, with a trailing 1, or one-hot."""
-    if leaf.shape == (n,) and not (n == 1 and not leaf.dtype.is_floating_point):
-        return torch.nn.functional.one_hot(indices, n).to(leaf.dtype)
-    return indices.view(*indices.shape, *leaf.shape).to(leaf.dtype)
-
-
-def _draw_box(space: gs.Box, shape: tuple[int, ...], g: torch.Generator | None) -> Tensor:
-    """Uniform between finite bounds, exponential from one bound, normal without bounds: as gymnasium does."""
-    low = torch.from_numpy(space.low.astype(np.float64))
-    high = torch.from_numpy(space.high.astype(np.float64))
-    if space.dtype is not None and space.dtype.kind in "iu":
-        span = high - low + 1
-        return (low + torch.rand(shape, generator=g, dtype=torch.float64) * span).floor().minimum(high)
-    below, above = torch.from_numpy(space.bounded_below), torch.from_numpy(space.bounded_above)
-    uniform = low.nan_to_num() + torch.rand(shape, generator=g, dtype=torch.float64) * (high - low).nan_to_num(
-        0.0, 0.0, 0.0
-    )
-    if bool((below & above).all()):
-        return uniform
-    tail = torch.empty(shape, dtype=torch.float64).exponential_(generator=g)
-    normal = torch.randn(shape, generator=g, dtype=torch.float64)
-    one_sided = torch.where(below, low + tail, high - tail)
-    return torch.where(below & above, uniform, torch.where(below | above, one_sided, normal))
+        return {entry.key: draw(entry.space, leaves[entry.key], (steps, lanes), generator) for entry in self.entries}
 
 
 def _follow(value: Any, path: Path) -> Any:
@@ -309,8 +302,3 @@ def _assemble(space: gs.Space[Any], values: dict[Path, Any], path: Path = ()) ->
     if isinstance(space, gs.Tuple):
         return tuple(_assemble(s, values, (*path, i)) for i, s in enumerate(space.spaces))
     return values[path]
-
-
-def names_of(entries: list[Entry]) -> str:
-    """The keys of `entries` for a message."""
-    return ", ".join("/".join(as_path(entry.key)) for entry in entries)

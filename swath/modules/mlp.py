@@ -27,7 +27,7 @@ MAX_MULTIPLICATIONS = 2_000_000
 
 
 def _relu(x: np.ndarray) -> None:
-    np.maximum(x, 0.0, x)
+    np.maximum(x, 0.0, out=x)
 
 
 def _sigmoid(x: np.ndarray) -> None:
@@ -52,26 +52,26 @@ def activation_of(module: nn.Module) -> InPlace | None:
         return _sigmoid
     if kind is nn.SiLU:
         return _silu
-    if isinstance(module, nn.LeakyReLU) and kind is nn.LeakyReLU and 0 <= module.negative_slope <= 1:
-        slope = module.negative_slope
-        return lambda x: np.maximum(x, x * x.dtype.type(slope), x)
+    if isinstance(module, nn.LeakyReLU) and kind is nn.LeakyReLU:
+        return lambda x: np.multiply(x, module.negative_slope, x, where=x < 0)
     if isinstance(module, nn.ELU) and kind is nn.ELU:
-        alpha = module.alpha
-        return lambda x: np.copyto(x, alpha * np.expm1(np.minimum(x, 0.0)), where=x < 0)
+        return lambda x: np.copyto(x, module.alpha * np.expm1(np.minimum(x, 0.0)), where=x < 0)
     return None
 
 
 def flatten(module: nn.Module) -> list[nn.Module] | None:
     """The layers of a (nested) nn.Sequential in order, or None if `module` has a forward of its own."""
-    if type(module).forward is nn.Sequential.forward:
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         layers: list[nn.Module] = []
-        for child in module.children():
+        for child in module:  # not children(), which leaves out an activation that is used a second time
             inner = flatten(child)
             if inner is None:
                 return None
             layers.extend(inner)
         return layers
-    known = type(module) in (nn.Linear, nn.Identity, NormalParamExtractor)
+    if type(module) is nn.Identity:
+        return []
+    known = type(module) in (nn.Linear, NormalParamExtractor)
     return [module] if known or activation_of(module) is not None else None
 
 
@@ -80,10 +80,11 @@ class _Layer:
 
     def __init__(self, linear: nn.Linear, lanes: int) -> None:
         self.linear = linear
-        dtype = linear.weight.detach().numpy().dtype
-        self.weight = np.empty((linear.in_features, linear.out_features), dtype)
-        self.bias = None if linear.bias is None else np.empty((lanes, linear.out_features), dtype)
-        self.out = np.empty((lanes, linear.out_features), dtype)
+        weight = linear.weight.detach().numpy()
+        outputs, inputs = weight.shape  # not what the module says, if it was given another weight
+        self.weight = np.empty((inputs, outputs), weight.dtype)
+        self.bias = None if linear.bias is None else np.empty((lanes, outputs), weight.dtype)
+        self.out = np.empty((lanes, outputs), weight.dtype)
         self.activations: list[InPlace] = []
 
     def fetch(self) -> None:
@@ -91,6 +92,35 @@ class _Layer:
         self.weight[:] = self.linear.weight.detach().numpy().T
         if self.bias is not None:
             self.bias[:] = self.linear.bias.detach().numpy()
+
+
+class _NormalHead:
+    """What a NormalParamExtractor does to the last layer's output: location, and softplus of the rest as scale."""
+
+    def __init__(self, extractor: NormalParamExtractor, source: np.ndarray, loc: np.ndarray, scale: np.ndarray) -> None:
+        self._extractor = extractor
+        self._raw_loc, self._raw_scale = source[:, : loc.shape[1]], source[:, loc.shape[1] :]
+        self._loc, self._scale = loc, scale
+        # Arrays instead of numbers: numpy handles them at half the price.
+        self._shift, self._least, self._floor = (np.empty_like(scale) for _ in range(3))
+        self._zero = np.zeros_like(scale)
+
+    def fetch(self) -> None:
+        """Take the settings as they are now."""
+        mapping = self._extractor.scale_mapping
+        self._shift[:] = float(mapping.bias)
+        self._least[:] = float(mapping.min_val)
+        self._floor[:] = self._extractor.scale_lb
+        self._has_floor = self._extractor.scale_lb > float(mapping.min_val)
+
+    def run(self) -> None:
+        self._loc[:] = self._raw_loc
+        scale = self._scale
+        np.add(self._raw_scale, self._shift, scale)
+        np.logaddexp(scale, self._zero, scale)
+        np.add(scale, self._least, scale)
+        if self._has_floor:
+            np.maximum(scale, self._floor, out=scale)
 
 
 class MLPStage(Plain):
@@ -106,26 +136,27 @@ class MLPStage(Plain):
         """Run `layers` on `source` `[N, in]`; results go to `outputs`. Use `mlp_stage`, which checks that it fits."""
         self._source = source
         self._layers: list[_Layer] = []
-        self._split: NormalParamExtractor | None = None
+        self._head: _NormalHead | None = None
+        targets = [outputs.arrays[key] for key in out_keys]
         for module in layers:
             if isinstance(module, nn.Linear):
                 self._layers.append(_Layer(module, len(source)))
-            elif isinstance(module, NormalParamExtractor):
-                self._split = module
             elif (activation := activation_of(module)) is not None:
                 self._layers[-1].activations.append(activation)
-        self._targets = [outputs.arrays[key] for key in out_keys]
-        if self._split is None:
-            self._layers[-1].out = self._targets[0]  # the last layer writes straight into the row
-        elif isinstance(self._split.scale_mapping, biased_softplus):
-            self._shift = float(self._split.scale_mapping.bias)
-            self._least = float(self._split.scale_mapping.min_val)
+        last = layers[-1]
+        if isinstance(last, NormalParamExtractor):
+            raw = self._layers[-1].out if self._layers else source
+            self._head = _NormalHead(last, raw, *targets)
+        else:
+            self._layers[-1].out = targets[0]  # the last layer writes straight into the row
         self.begin(0, None)
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Fetch the parameters."""
         for layer in self._layers:
             layer.fetch()
+        if self._head is not None:
+            self._head.fetch()
 
     def run(self, t: int) -> None:
         """The forward pass."""
@@ -138,33 +169,46 @@ class MLPStage(Plain):
             for activation in layer.activations:
                 activation(out)
             x = out
-        if self._split is not None:
-            loc, scale = self._targets
-            loc[:] = x[:, : loc.shape[1]]
-            np.logaddexp(x[:, loc.shape[1] :] + scale.dtype.type(self._shift), 0.0, scale)
-            scale += self._least
-            np.maximum(scale, self._split.scale_lb, scale)
+        if self._head is not None:
+            self._head.run()
 
 
 def mlp_stage(module: nn.Module, source: np.ndarray, outputs: Rows, out_keys: Sequence[Key]) -> MLPStage | None:
     """A stage that does what `module` does, or None if this module has to run itself."""
     layers = flatten(module)
-    if not layers or source.ndim != 2 or not isinstance(layers[0], nn.Linear):
+    targets = [outputs.arrays[key] for key in out_keys if key in outputs.arrays]
+    if not layers or len(targets) != len(out_keys) or not _is_known(layers):
         return None
     linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    splits = [layer for layer in layers if isinstance(layer, NormalParamExtractor)]
-    if splits and (splits != layers[-1:] or not isinstance(splits[0].scale_mapping, biased_softplus)):
+    width = linears[-1].weight.shape[0] if linears else source.shape[-1]
+    if not _fit_rows(width, 2 if isinstance(layers[-1], NormalParamExtractor) else 1, source, targets):
         return None
-    if len(out_keys) != (2 if splits else 1):
-        return None
-    if not all(_fits(tensor, source) for linear in linears for tensor in linear.parameters()):
-        return None
-    if any(outputs.arrays.get(key) is None or outputs.arrays[key].ndim != 2 for key in out_keys):
+    if not all(_fits(weight, source) for linear in linears for weight in linear.parameters()):
         return None
     if len(source) * sum(linear.weight.numel() for linear in linears) > MAX_MULTIPLICATIONS:
         return None
     stage = MLPStage(layers, source, outputs, out_keys)
-    return stage if _agrees(stage, module, source, [outputs.arrays[key] for key in out_keys]) else None
+    return stage if _agrees(stage, module, source, targets) else None
+
+
+def _is_known(layers: list[nn.Module]) -> bool:
+    """Whether a linear layer comes first, and an extractor of a known kind only at the end, where it may be alone."""
+    *others, last = layers
+    if isinstance(last, NormalParamExtractor) and not isinstance(last.scale_mapping, biased_softplus):
+        return False
+    extracts_early = any(isinstance(layer, NormalParamExtractor) for layer in others)
+    return isinstance(layers[0], nn.Linear | NormalParamExtractor) and not extracts_early
+
+
+def _fit_rows(width: int, count: int, source: np.ndarray, targets: list[np.ndarray]) -> bool:
+    """Whether vectors of `width` numbers, made from `source`, fill `count` targets of its floating type."""
+    return (
+        source.ndim == 2
+        and source.dtype.kind == "f"
+        and len(targets) == count
+        and all(target.ndim == 2 and target.dtype == source.dtype for target in targets)
+        and sum(target.shape[1] for target in targets) == width
+    )
 
 
 def _fits(parameter: Tensor, source: np.ndarray) -> bool:
@@ -172,7 +216,6 @@ def _fits(parameter: Tensor, source: np.ndarray) -> bool:
     return (
         type(parameter) is nn.Parameter
         and parameter.device.type == "cpu"
-        and source.dtype.kind == "f"
         and parameter.dtype in (torch.float32, torch.float64)
         and parameter.detach().numpy().dtype == source.dtype
     )
@@ -187,10 +230,13 @@ def _agrees(stage: MLPStage, module: nn.Module, source: np.ndarray, targets: lis
         wanted = module(torch.from_numpy(source))
     stage.run(0)
     wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-    same = all(
-        t.shape == tuple(w.shape) and np.allclose(t, w.numpy(), rtol=1e-5, atol=1e-5, equal_nan=True)
-        for t, w in zip(targets, wanted, strict=True)
-    )
+    same = all(_is_close(t, w.numpy()) for t, w in zip(targets, wanted, strict=True))
     for array, before in zip((source, *targets), saved, strict=True):
         array[:] = before
     return same
+
+
+def _is_close(found: np.ndarray, wanted: np.ndarray) -> bool:
+    """Whether nothing but rounding differs, which grows with the numbers that were added up."""
+    size = max(1.0, float(np.abs(wanted[np.isfinite(wanted)]).max(initial=0.0)))
+    return found.shape == wanted.shape and np.allclose(found, wanted, rtol=1e-5, atol=1e-5 * size, equal_nan=True)

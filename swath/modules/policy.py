@@ -15,23 +15,19 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule, TensorDictModuleBase
-from tensordict.nn.probabilistic import interaction_type
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import Tensor, nn
-from torch.nn.modules import module as nn_module
 
 from swath.envs.base import EnvBase
 from swath.envs.rows import Rows
 from swath.errors import PolicyError
-from swath.keys import Key, as_key, as_path, is_private
-from swath.modules.mlp import mlp_stage
-from swath.modules.probe import Probe, parts_of
+from swath.keys import Key, as_path, is_private
+from swath.modules.plan import Plan, Planner, signature_of
+from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
-from swath.modules.sampling import sampling_stage
-from swath.modules.stages import RandomStage, Stage, TensorDictStage, TorchStage
+from swath.modules.stages import RandomStage, Stage
 
 
 def as_policy(policy: Any, env: EnvBase) -> Any:
@@ -67,16 +63,23 @@ def _arguments(policy: Callable[..., Any], env: EnvBase) -> list[Key] | None:
         return list(env.observation_keys)
     if len(required) == 1 and _is_tensordict(required[0]):
         return None
-    names = {as_path(key)[-1]: key for key in env.observation_keys}
+    keys = list(env.observation_keys)
+    last = [as_path(key)[-1] for key in keys]
+    names = {name: key for name, key in zip(last, keys, strict=True) if last.count(name) == 1}
     if required and all(p.name in names for p in required):
         return [names[p.name] for p in required]
-    if len(required) == len(names):
-        return list(names.values())
-    raise PolicyError(
-        f"The policy {policy!r} takes {len(required)} arguments ({', '.join(p.name for p in required) or 'none'}), which "
-        f"cannot be matched to the env's observations ({', '.join(names)}). Name its arguments like the observations, "
-        "let it take one argument called 'tensordict', or wrap it: TensorDictModule(policy, in_keys=[...], "
-        "out_keys=['action'])."
+    if len(required) == len(keys):
+        return keys
+    raise PolicyError(_mismatch(policy, [p.name for p in required], ["/".join(as_path(key)) for key in keys]))
+
+
+def _mismatch(policy: Any, arguments: list[str], observations: list[str]) -> str:
+    factory = "" if arguments else " If it makes a policy, pass it as policy_factory."
+    return (
+        f"The policy {policy!r} takes {len(arguments)} arguments ({', '.join(arguments) or 'none'}), which cannot be "
+        f"matched to the env's observations ({', '.join(observations)}). Name its arguments like the observations, let "
+        "it take one argument called 'tensordict', or wrap it: TensorDictModule(policy, in_keys=[...], "
+        f"out_keys=['action']).{factory}"
     )
 
 
@@ -114,23 +117,23 @@ class PolicyRunner:
         """
         self.policy = policy
         self.outputs = Rows({}, present.batch_size)
-        self._env = env
-        self._present = present
-        self._device = device
-        self._fast = fast
-        self._opaque = opaque
-        probe = Probe(policy, env, present, device)
+        probe = Probe(policy, env, present, device, opaque)
         self.state = probe.state
         """Pairs (read, written) of the keys that the loop carries; see NOTE [Recurrent state]."""
         for key, value in probe.written.items():
             self.outputs.add(key, value)
-        self.delivered = [key for key in probe.delivered if not is_private(key)]
+        self.delivered = [key for key in probe.visible if not is_private(key)]
         """What the batch holds of the outputs."""
-        self._random = RandomStage(env.actions, self.outputs)
+        self._planner = Planner(probe, present, self.outputs, device, fast, opaque)
+        self._plan = Plan()
         self._signature: Any = None
-        self._stages: list[Stage] = []
+        self._random: list[Stage] = [RandomStage(env.actions, self.outputs)]
         self._active: list[Stage] = []
-        self._late: set[Key] = set()
+
+    def exchange(self, policy: Any) -> None:
+        """Act with `policy`, a copy of the present one with other weights, from the next slot on."""
+        self.policy = policy
+        self._signature = None
 
     def begin(self, steps: int, generator: torch.Generator | None, random: bool = False) -> list[Key]:
         """Make ready for `steps` steps (with `random` actions instead of the policy's).
@@ -140,17 +143,17 @@ class PolicyRunner:
         if random:
             for tensor in self.outputs.tensors.values():
                 tensor.zero_()
-            self._active = [self._random]
+            self._active = self._random
         else:
-            signature = self._read_signature()
+            signature = signature_of(self.policy)
             if signature != self._signature:
-                self._make_plan()
+                self._plan = self._planner.plan(self.policy)
                 self._signature = signature
-            self._active = self._stages
+            self._active = self._plan.stages
         for stage in self._active:
             stage.begin(steps, generator)
         self._runs = [stage.run for stage in self._active]
-        return [key for key in self.outputs.tensors if random or key not in self._late]
+        return [key for key in self.outputs.tensors if random or key not in self._plan.late]
 
     def act(self, t: int) -> None:
         """Write what the policy does in step `t` into `outputs`."""
@@ -161,57 +164,3 @@ class PolicyRunner:
         """Fill in the columns that were left for the end of the slot."""
         for stage in self._active:
             stage.finish(columns, steps)
-
-    def _read_signature(self) -> tuple[Any, ...]:
-        """What a plan depends on. Weights are not part of it: stages fetch them for every slot."""
-        if not isinstance(self.policy, nn.Module):
-            return (interaction_type(), False)
-        modules = list(self.policy.modules())
-        altered = torch.is_autocast_enabled("cpu") or _has_global_hooks() or any(map(_is_altered, modules))
-        shapes = tuple(parameter.shape for parameter in self.policy.parameters())
-        return (interaction_type(), altered, tuple(map(id, modules)), shapes)
-
-    def _make_plan(self) -> None:
-        self._late = set()
-        parts = None if self._opaque or self._read_signature()[1] else parts_of(self.policy)
-        inputs = self._present.tensors
-        if isinstance(self.policy, RandomPolicy):
-            self._stages = [self._random]
-        elif parts is None:
-            written = [key for key in self.outputs.tensors if key in self.delivered or is_private(key)]
-            self._stages = [TensorDictStage(self.policy, inputs, self.outputs, written, self._device)]
-        else:
-            known, arrays = dict(inputs), dict(self._present.arrays)
-            self._stages = []
-            for part in parts:
-                self._stages.append(self._stage(part, known, arrays))
-                for key in map(as_key, part.out_keys):
-                    known[key], arrays[key] = self.outputs.tensors[key], self.outputs.arrays[key]
-
-    def _stage(self, part: Any, known: Mapping[Key, Tensor], arrays: Mapping[Key, np.ndarray]) -> Stage:
-        """The quickest stage that does what `part` does, given what is known before it."""
-        in_keys, out_keys = [as_key(k) for k in part.in_keys], [as_key(k) for k in part.out_keys]
-        fast = self._fast and self._device is None
-        if fast and type(part) is ProbabilisticTensorDictModule:
-            made = sampling_stage(part, arrays, self.outputs.arrays, interaction_type())
-            if made is not None:
-                stage: Stage
-                stage, late = made
-                self._late.update(late)
-                return stage
-        if type(part) is TensorDictModule and not part._kwargs and "_" not in out_keys:
-            if fast and len(in_keys) == 1 and in_keys[0] in arrays and isinstance(part.module, nn.Module):
-                quick = mlp_stage(part.module, arrays[in_keys[0]], self.outputs, out_keys)
-                if quick is not None:
-                    return quick
-            return TorchStage(part.module, [known[k] for k in in_keys], self.outputs, out_keys, self._device)
-        return TensorDictStage(part, known, self.outputs, out_keys, self._device)
-
-
-def _has_global_hooks() -> bool:
-    return bool(nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks)
-
-
-def _is_altered(module: nn.Module) -> bool:
-    """Whether calling `module` does more than its class says: hooks, or a forward of its own."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in module.__dict__

@@ -11,12 +11,13 @@ from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
 from torch import Tensor
 
 from swath.envs.rows import Rows
 from swath.envs.spaces import ActionCodec
 from swath.errors import PolicyError
-from swath.keys import Key, as_path, nest
+from swath.keys import Key, as_key, as_path, nest
 
 
 class Stage(Protocol):
@@ -66,29 +67,39 @@ class RandomStage(Plain):
 
 
 class TorchStage(Plain):
-    """A module called directly on tensors: what a TensorDictModule holds, without the TensorDict around it."""
+    """A module called directly on tensors: what a TensorDictModule holds, without the TensorDict around it.
+
+    It is given copies: rows are written over in the next step, but a module may keep what it is given, or change it.
+    """
 
     def __init__(
         self,
-        module: Any,
+        part: TensorDictModule,
         inputs: Sequence[Tensor],
         outputs: Rows,
-        out_keys: Sequence[Key],
         device: torch.device | None,
     ) -> None:
-        """Call `module` with `inputs`; its results, one per key, go to `outputs`."""
-        self._module = module
+        """Call what `part` holds with `inputs`; its results, one per key, go to `outputs`."""
+        self._part = part
         self._inputs = tuple(inputs)
         self._outputs = outputs
-        self._keys = tuple(out_keys)
+        self._keys = tuple(as_key(key) for key in part.out_keys)
         self._device = device
 
     def run(self, t: int) -> None:
         """Call the module and keep its results."""
-        inputs = self._inputs if self._device is None else [x.to(self._device) for x in self._inputs]
-        results = self._module(*inputs)
-        if not isinstance(results, tuple | list):
+        device, names = self._device, self._part._kwargs
+        inputs = [x.clone() if device is None else x.to(device) for x in self._inputs]
+        if names is None:
+            results = self._part._call_module(inputs)
+        else:
+            results = self._part._call_module((), **dict(zip(names, inputs, strict=True)))
+        if isinstance(results, Mapping | TensorDictBase):
+            results = tuple(results[key] for key in self._keys)
+        elif not isinstance(results, tuple):
             results = (results,)
+        if len(results) != len(self._keys):
+            raise PolicyError(f"The policy returned {len(results)} results for its out_keys {list(self._keys)}.")
         for key, result in zip(self._keys, results, strict=True):
             if key != "_":
                 self._outputs.put(key, result, "The policy")
@@ -100,21 +111,29 @@ class TensorDictStage(Plain):
     def __init__(
         self,
         call: Any,
-        inputs: Mapping[Key, Tensor],
+        present: Mapping[Key, Tensor],
+        made: Mapping[Key, Tensor],
         outputs: Rows,
         out_keys: Sequence[Key],
         device: torch.device | None,
     ) -> None:
-        """Call `call` with a TensorDict of `inputs`; entries `out_keys` of its answer go to `outputs`."""
+        """Call `call` with a TensorDict; entries `out_keys` of its answer go to `outputs`.
+
+        The TensorDict holds copies of what is `present`, for the reason given at `TorchStage`, and what earlier stages
+        have `made`, as it is: a part that changes that in place means it.
+        """
         self._call = call
-        self._inputs = nest(inputs)
+        self._present = {key: tensor for key, tensor in present.items() if key not in made}
+        self._made = made
         self._outputs = outputs
         self._keys = tuple(out_keys)
         self._device = device
 
     def run(self, t: int) -> None:
         """Call the policy and keep what it promised."""
-        answer = ask(self._call, self._inputs, self._outputs.batch_size, self._device)
+        inputs = {key: tensor.clone() for key, tensor in self._present.items()}
+        inputs.update(self._made)
+        answer = ask(self._call, TensorDict(nest(inputs), self._outputs.batch_size, device=self._device))
         for key in self._keys:
             value = answer.get(key, None)
             if value is None:
@@ -124,12 +143,9 @@ class TensorDictStage(Plain):
             self._outputs.put(key, value, "The policy")
 
 
-def ask(
-    call: Any, inputs: Mapping[str, Any], batch_size: tuple[int, ...], device: torch.device | None
-) -> TensorDictBase:
+def ask(call: Any, request: TensorDictBase) -> TensorDictBase:
     """The answer of a policy that takes a TensorDict."""
-    request = TensorDict(inputs, batch_size=batch_size)
-    answer = call(request if device is None else request.to(device))
+    answer = call(request)
     if not isinstance(answer, TensorDictBase):
         raise PolicyError(
             f"The policy was called with a TensorDict and returned {type(answer).__name__}; it must return the "

@@ -2,15 +2,16 @@
 
 NOTE [Slot ownership]: a slot is written by the loop, then lent to the consumer, and comes back by itself. Each delivery
 wraps the slot's memory in fresh array objects, over which the delivered tensors lie. The slot only remembers these
-arrays weakly: when the last tensor, view or slice of the batch has died, so have they, and the slot may be filled again.
-A batch of which anything is kept is therefore never overwritten, and one that is let go costs no allocation. Nothing is
-called when a batch dies; the arena looks when it needs a slot.
+arrays weakly: when the last tensor, view or slice of the batch has died, so have they, and the slot may be filled
+again. A batch of which anything is kept is therefore never overwritten, and one that is let go costs no allocation.
+Nothing is called when a batch dies; the arena looks when it needs a slot, and only at a few, however many are kept.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,10 +24,12 @@ from swath.keys import Key
 
 SPARE_SLOTS = 2
 """Free slots that are kept for later; more than that is what a consumer once held and has let go."""
+LOOKS = 8
+"""How many lent slots are looked at, in turn, whenever one is needed."""
 
 
 class Slot:
-    """Columns `[N, T, ...]` of every entry: lane-major, so that a delivered batch and each of its episodes is contiguous."""
+    """Columns `[N, T, ...]` of every entry: lane-major, so that a batch and each of its episodes is contiguous."""
 
     def __init__(
         self,
@@ -68,7 +71,10 @@ class Slot:
         return True
 
     def lend(self, keys: Iterable[Key], steps: int) -> dict[Key, Tensor]:
-        """Ordinary tensors `[*batch_size, steps, ...]` of the entries `keys`, over the slot's memory."""
+        """Ordinary tensors `[*batch_size, steps, ...]` of the entries `keys`, over the slot's memory.
+
+        A slot that is not full is copied instead where its lanes would not lie behind each other.
+        """
         lent: dict[Key, Tensor] = {}
         for key in keys:
             if self._device is None:
@@ -78,7 +84,7 @@ class Slot:
             else:
                 tensor = self.tensors[key]
             if steps < self.steps:
-                tensor = tensor[:, :steps]
+                tensor = tensor[:, :steps].contiguous()
             if len(self.batch_size) == 0:
                 tensor = tensor[0]
             elif len(self.batch_size) > 1:
@@ -104,18 +110,24 @@ class Arena:
         """How many slots were ever allocated: constant in steady state."""
         self._batch_size = tuple(batch_size)
         self._device = device
-        self._slots: list[Slot] = []
+        self._lent: deque[Slot] = deque()
+        self._free: list[Slot] = []
+
+    def __len__(self) -> int:
+        """How many slots there are now."""
+        return len(self._lent) + len(self._free)
 
     def acquire(self, steps: int) -> Slot:
         """A free slot of `steps` steps."""
-        free = [slot for slot in self._slots if slot.is_free]
-        fitting = [slot for slot in free if slot.steps == steps]
-        for slot in free[SPARE_SLOTS:]:
-            if slot not in fitting[:1]:
-                self._slots.remove(slot)
-        if fitting:
-            return fitting[0]
-        slot = Slot(self.leaves, self._batch_size, steps, self._device)
-        self.allocated += 1
-        self._slots.append(slot)
-        return slot
+        for _ in range(min(LOOKS, len(self._lent))):
+            slot = self._lent.popleft()
+            (self._free if slot.is_free else self._lent).append(slot)
+        found = next((slot for slot in self._free if slot.steps == steps), None)
+        if found is None:
+            found = Slot(self.leaves, self._batch_size, steps, self._device)
+            self.allocated += 1
+        else:
+            self._free.remove(found)
+        del self._free[SPARE_SLOTS:]
+        self._lent.append(found)
+        return found

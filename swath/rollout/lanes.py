@@ -10,6 +10,7 @@ import torch
 
 from swath.envs.base import FLAG, EnvBase
 from swath.envs.rows import Leaf, Rows
+from swath.errors import UnsupportedEnvError
 from swath.keys import FLAGS, IS_INIT, MASK, STEP_COUNT, TERMINATED, TRUNCATED, Key
 from swath.rollout.stats import EpisodeMeter
 from swath.rollout.trajectories import TrajectoryIds
@@ -28,6 +29,11 @@ class Lanes:
         self.count = env.num_lanes
         self.limit = limit
         self.out = Rows(env.out_leaves, env.batch_size, env.rows_device)
+        if limit is not None and MASK in self.out.tensors:
+            raise UnsupportedEnvError(
+                f"max_frames_per_traj={limit} cannot be kept to: {env!r} resets its lanes only by itself, so that no "
+                "episode can be ended early. Use GymEnv(name, num_envs=...) or a gymnasium.vector.SyncVectorEnv."
+            )
         self.present = Rows({}, env.batch_size)
         for key in env.observation_keys:
             self.present.add(key, self.out.tensors[key])
@@ -96,8 +102,6 @@ class Lanes:
         idle = np.flatnonzero(~self.out.arrays[MASK]).tolist()
         if idle:
             self._set_init(idle)
-            if self.limit is not None:
-                self._ages[idle] = 0
 
     def restart(self, lanes: Sequence[int]) -> None:
         """Cut off the episodes of `lanes` and begin new ones, with new ids."""

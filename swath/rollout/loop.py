@@ -28,6 +28,7 @@ from swath.keys import (
     TRUNCATED,
     Key,
     after,
+    is_private,
 )
 from swath.modules.policy import PolicyRunner
 from swath.rollout.arena import Arena, Slot
@@ -164,19 +165,20 @@ class RolloutLoop:
         if self._idles:
             leaves[MASK] = Leaf((), torch.bool)
         hidden = set(outputs.tensors) - set(self.policy.delivered)
-        self.delivered = [key for key in leaves if key not in hidden]
-        """The keys of a batch; what the policy keeps to itself is left out."""
+        self.delivered = [key for key in leaves if key not in hidden and not is_private(key)]
+        """The keys of a batch; what the policy keeps to itself and names that begin with "_" are left out."""
         return leaves
 
     def _pairs(self, slot: Slot, rows: Rows, keys: Iterable[Key], named: Any = None) -> list[tuple[Any, Any]]:
         """(column, row) for each key: what is copied in a step. One lane is copied without its dimension."""
         pairs = []
-        for key in keys:
-            column = slot.columns[key if named is None else named(key)]
+        wanted = [(key if named is None else named(key), key) for key in keys]
+        if self._idles and rows is self.lanes.out:
+            wanted.append((MASK, MASK))
+        for name, key in wanted:
+            column = slot.columns[name]
             row = rows.arrays[key] if key in rows.arrays else rows.tensors[key].flatten(0, len(rows.batch_size) - 1)
             pairs.append((column[0], row.reshape(row.shape[1:])) if self.lanes.count == 1 else (column, row))
-        if self._idles and rows is self.lanes.out:
-            pairs.append((slot.columns[MASK], rows.arrays[MASK]))
         return pairs
 
     # -- once per slot -----------------------------------------------------------------------------------------
@@ -217,18 +219,24 @@ class RolloutLoop:
         stats.idle_frames += ended.size - frames
         stats.batches += 1
         self.lanes.meter.measure(slot.array(after(REWARD))[:, :steps, 0], ended, real, stats)
-        for key in self._told:
-            column = slot.columns[after(key)]
-            if _has_nan(column[:, :steps]) and key not in self._warned:
-                self._warned.add(key)
-                lane = int(torch.as_tensor(column[:, :steps]).flatten(1).isnan().any(1).nonzero()[0, 0])
-                warnings.warn(
-                    f"The env of lane {lane} ({self.env!r}) produced NaN in {key!r}. It is delivered as it is, and this "
-                    "is said only once; swath.envs.check_env(env) may tell more.",
-                    NotANumberWarning,
-                    stacklevel=2,
-                )
+        self._warn_of_nan(slot, steps)
         return Receipt(steps=steps, frames=frames, version=self.version)
+
+    def _warn_of_nan(self, slot: Slot, steps: int) -> None:
+        """Once for each key: in what the env answered, and in what it began with."""
+        observations = [(key, key) for key in self.env.observation_keys]
+        for key, name in [*((key, after(key)) for key in self._told), *observations]:
+            column = slot.columns[name][:, :steps]
+            if key in self._warned or not _has_nan(column):
+                continue
+            self._warned.add(key)
+            lane = int(torch.as_tensor(column).flatten(1).isnan().any(1).nonzero()[0, 0])
+            warnings.warn(
+                f"The env of lane {lane} ({self.env!r}) produced NaN in {key!r}. It is delivered as it is, and this "
+                "is said only once; swath.envs.check_env(env) may tell more.",
+                NotANumberWarning,
+                stacklevel=2,
+            )
 
 
 def _has_nan(column: Any) -> bool:

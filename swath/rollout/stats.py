@@ -74,16 +74,20 @@ class EpisodeMeter:
 
     def measure(self, reward: np.ndarray, done: np.ndarray, real: np.ndarray | None, stats: RolloutStats) -> None:
         """Count a slot `[N, T]`; `real` tells frames from idle places."""
-        totals = np.cumsum(reward, axis=1, dtype=np.float64)
-        counts = np.broadcast_to(np.arange(1, done.shape[1] + 1), done.shape)
-        if real is not None:
-            counts = np.cumsum(real, axis=1)
-        lanes, steps = np.nonzero(done)
-        for lane, step in sorted(zip(lanes.tolist(), steps.tolist(), strict=True), key=lambda end: end[1]):
-            stats.episodes += 1
-            stats.returns.append(float(self.returns[lane] + totals[lane, step]))
-            stats.lengths.append(int(self.lengths[lane] + counts[lane, step]))
-            self.returns[lane] = -totals[lane, step]
-            self.lengths[lane] = -counts[lane, step]
-        self.returns += totals[:, -1]
-        self.lengths += counts[:, -1]
+        counted = np.ones(done.shape, dtype=bool) if real is None else real
+        begins = np.ones(done.shape, dtype=bool)
+        begins[:, 1:] = done[:, :-1]
+        starts = np.flatnonzero(begins)  # of pieces: parts of episodes that lie in this slot
+        lane, step = np.divmod(starts, done.shape[1])
+        returns = np.add.reduceat(np.where(counted, reward, 0).reshape(-1), starts, dtype=np.float64)
+        lengths = np.add.reduceat(counted.reshape(-1), starts, dtype=np.int64)
+        returns[step == 0] += self.returns
+        lengths[step == 0] += self.lengths
+        last = np.append(starts[1:], done.size) - 1
+        over = done.reshape(-1)[last]
+        self.returns[:], self.lengths[:] = 0.0, 0
+        self.returns[lane[~over]], self.lengths[lane[~over]] = returns[~over], lengths[~over]
+        order = np.argsort(last[over] % done.shape[1], kind="stable")  # in which they ended, lanes in order
+        stats.episodes += len(order)
+        stats.returns.extend(returns[over][order].tolist())
+        stats.lengths.extend(lengths[over][order].tolist())

@@ -79,15 +79,17 @@ class TrajectoryAssembler:
 
     @property
     def pending_frames(self) -> int:
-        """Frames of episodes that have not ended yet."""
-        return sum(piece.shape[0] for pieces in self._open.values() for piece in pieces)
+        """Frames held: of episodes that have not ended yet, and of complete ones that nobody has taken."""
+        pieces = [piece for pieces in self._open.values() for piece in pieces]
+        return sum(piece.shape[0] for piece in (*pieces, *self._ready))
 
     def add(self, batch: TensorDictBase) -> None:
         """Take in a batch `[..., T]`. Its frames are copied, so that the batch itself can go back."""
         ids_of_batch = batch.get(TRAJ_IDS, None)
         if ids_of_batch is None:
             raise KeyError(
-                f"Trajectories cannot be put together without {TRAJ_IDS!r}: use track_traj_ids=True with trajs_per_batch."
+                f"Trajectories cannot be put together without {TRAJ_IDS!r}: use track_traj_ids=True with "
+                "trajs_per_batch."
             )
         rows = batch.reshape(-1, batch.shape[-1]) if batch.ndim > 1 else batch.unsqueeze(0)
         ids = ids_of_batch.reshape(rows.shape).cpu().numpy()

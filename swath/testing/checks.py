@@ -24,6 +24,7 @@ from swath.keys import (
 )
 
 LANE, EPISODE, STEP = 0, 1, 2
+ONE_STEP = np.array([0, 0, 1])
 
 Names = list[tuple[int, int]]
 """(lane, episode) of each episode found."""
@@ -61,13 +62,13 @@ def assert_frames_belong(batch: TensorDictBase, *, compact: bool = False) -> Non
     np.testing.assert_array_equal(rows.get(after(REWARD)).numpy()[real][:, 0], root[real][:, STEP] + 1)
     assert (root[..., LANE] == root[:1, :1, LANE] + np.arange(len(root))[:, None]).all(), "a frame is in another's row"
     if not compact:
-        np.testing.assert_array_equal(counted(rows.get(NEXT))[real], root[real] + [0, 0, 1])
-    if STEP_COUNT in rows.keys():
+        np.testing.assert_array_equal(counted(rows.get(NEXT))[real], root[real] + ONE_STEP)
+    if rows.get(STEP_COUNT, None) is not None:
         np.testing.assert_array_equal(rows.get(STEP_COUNT).numpy()[real][:, 0], root[real][:, STEP])
         np.testing.assert_array_equal(rows.get(after(STEP_COUNT)).numpy()[real][:, 0], root[real][:, STEP] + 1)
-    if IS_INIT in rows.keys():
+    if rows.get(IS_INIT, None) is not None:
         np.testing.assert_array_equal(rows.get(IS_INIT).numpy()[real][:, 0], root[real][:, STEP] == 0)
-    assert (~real[:, 1:] <= (real & done)[:, :-1]).all(), "a place without a frame is not behind the end of an episode"
+    assert (real[:, 1:] | (real & done)[:, :-1]).all(), "a place without a frame is not behind the end of an episode"
     for lane in range(len(root)):
         _assert_goes_on(root[lane][real[lane]], done[lane][real[lane]])
     ids = rows.get(TRAJ_IDS, None)
@@ -100,7 +101,7 @@ def assert_follows(before: TensorDictBase, behind: TensorDictBase, *, compact: b
     assert_frames_belong(torch.cat([before, behind], before.ndim - 1), compact=compact)
 
 
-def assert_whole_episodes(batch: TensorDictBase, length: Callable[[int, int], int]) -> Names:
+def assert_whole_episodes(batch: TensorDictBase, length: Callable[[int, int], int], *, compact: bool = False) -> Names:
     """Every row of a padded batch is one whole episode of `length(lane, episode)` steps; returns (lane, episode)."""
     found = []
     mask = batch.get(MASK).numpy()
@@ -108,7 +109,7 @@ def assert_whole_episodes(batch: TensorDictBase, length: Callable[[int, int], in
     for row in range(batch.shape[0]):
         count = int(mask[row].sum())
         assert mask[row, :count].all(), "the mask has holes"
-        found.append(_assert_whole(batch[row, :count], length))
+        found.append(_assert_whole(batch[row, :count], length, compact))
         padding = batch[row, count:]
         assert (padding.get(TRAJ_IDS) == -1).all(), "padding has an id"
         for key, value in padding.exclude(TRAJ_IDS).items(True, True):
@@ -117,14 +118,14 @@ def assert_whole_episodes(batch: TensorDictBase, length: Callable[[int, int], in
     return found
 
 
-def assert_whole_in_a_row(batch: TensorDictBase, length: Callable[[int, int], int]) -> Names:
+def assert_whole_in_a_row(batch: TensorDictBase, length: Callable[[int, int], int], *, compact: bool = False) -> Names:
     """A "cat" batch is whole episodes, one after the other; returns (lane, episode) of each."""
     ends = np.flatnonzero(batch.get(after(DONE)).numpy()[:, 0])
     assert len(ends), "no episode ends"
     assert ends[-1] == batch.shape[0] - 1, "the last episode has no end"
     begins = np.r_[0, ends[:-1] + 1]
     _assert_named_apart([batch[begin : begin + 1] for begin in begins])
-    return [_assert_whole(batch[b : e + 1], length) for b, e in zip(begins, ends, strict=True)]
+    return [_assert_whole(batch[b : e + 1], length, compact) for b, e in zip(begins, ends, strict=True)]
 
 
 def _assert_named_apart(firsts: list[TensorDictBase]) -> None:
@@ -132,8 +133,8 @@ def _assert_named_apart(firsts: list[TensorDictBase]) -> None:
     assert len(ids.unique()) == len(ids), "one id names two trajectories"
 
 
-def _assert_whole(episode: TensorDictBase, length: Callable[[int, int], int]) -> tuple[int, int]:
-    assert_frames_belong(episode, compact=OBSERVATION not in episode.get(NEXT).keys())
+def _assert_whole(episode: TensorDictBase, length: Callable[[int, int], int], compact: bool) -> tuple[int, int]:
+    assert_frames_belong(episode, compact=compact)
     numbers = counted(episode)
     lane, name = int(numbers[0, LANE]), int(numbers[0, EPISODE])
     wanted = length(lane, name)

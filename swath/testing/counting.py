@@ -1,8 +1,8 @@
 """Envs whose data prove that each frame is where it belongs.
 
-An observation is `(lane, episode, step)`: which lane this is, how many episodes it had before, and how many steps of this
-episode were made. The reward of a step is the number of the step. So every entry of a batch can be checked alone, and
-against its neighbours.
+An observation is `(lane, episode, step)`: which lane this is, how many episodes it had before, and how many steps of
+this episode were made. The reward of a step is the number of the step. So every entry of a batch can be checked alone,
+and against its neighbours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gymnasium.vector.utils import batch_space
 from tensordict import TensorDict, TensorDictBase
 
 from swath.envs import EnvBase
-from swath.keys import OBSERVATION, RESET, REWARD, TERMINATED, TRUNCATED, nest
+from swath.keys import OBSERVATION, RESET, REWARD, TERMINATED, TRUNCATED
 
 Lengths = int | Sequence[int] | Sequence[Sequence[int]]
 """Episode lengths: one for all, a list that every lane repeats, or such a list for each lane."""
@@ -161,7 +161,7 @@ class CountingEnv(EnvBase):
     """The counting env as a custom env of any batch size, written with `_reset` and `_step`.
 
     Args:
-        batch_size: the lanes, numbered in order.
+        batch_size: the lanes, numbered in order from `first_lane`.
         lengths: how long the episodes are.
         kind: as for `CountingGymEnv`.
         truncate: whether episodes are truncated rather than terminated.
@@ -180,14 +180,17 @@ class CountingEnv(EnvBase):
         self._episode = torch.full((self.num_lanes,), -1)
         self._count = torch.zeros(self.num_lanes, dtype=torch.int64)
 
+    @property
+    def _lanes(self) -> range:
+        return range(self.first_lane, self.first_lane + self.num_lanes)
+
     def _observe(self) -> dict[str, Any]:
-        numbers = torch.stack([torch.arange(self.num_lanes), self._episode, self._count], -1)
+        numbers = torch.stack([torch.tensor(self._lanes), self._episode, self._count], -1)
         seen = counting_observation(numbers.view(*self.batch_size, 3).numpy(), self.kind)
-        if self.kind != "dict":
-            return {OBSERVATION: torch.from_numpy(seen)}
-        return nest(
-            {"count": torch.from_numpy(seen["count"]), ("inner", "step"): torch.from_numpy(seen["inner"]["step"])}
-        )
+        if self.kind == "dict":
+            inner = {"step": torch.from_numpy(seen["inner"]["step"])}
+            return {"count": torch.from_numpy(seen["count"]), "inner": inner}
+        return {OBSERVATION: torch.from_numpy(seen)}
 
     def _reset(self, tensordict: TensorDictBase) -> TensorDictBase:
         mask = tensordict.get(RESET, None)
@@ -198,7 +201,7 @@ class CountingEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         self._count += 1
-        lengths = [length_of(self.lengths, lane, int(self._episode[lane])) for lane in range(self.num_lanes)]
+        lengths = [length_of(self.lengths, lane, int(n)) for lane, n in zip(self._lanes, self._episode, strict=True)]
         over = (self._count >= torch.tensor(lengths)).view(*self.batch_size, 1)
         never = torch.zeros_like(over)
         return TensorDict(

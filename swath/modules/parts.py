@@ -1,0 +1,146 @@
+"""The parts of a policy: the modules of a tensordict sequence, and what each of them writes.
+
+NOTE [Parts]: a sequence may be run part by part only if that is what calling it does. Most of this is found out by
+watching it being called once: each part must have been called, in order and in the ordinary way, and nothing may have
+been written that no part declares. What cannot be seen in one call is read from the sequence itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictSequential,
+)
+from torch import Tensor, nn
+
+from swath.keys import Key, as_key, as_path
+
+SEQUENCES = (TensorDictSequential, ProbabilisticTensorDictSequential)
+KNOWN = (TensorDictModule, ProbabilisticTensorDictModule)
+"""Parts that read and write what they declare, and nothing else."""
+
+
+def parts_of(policy: Any) -> list[Any] | None:
+    """The modules of a sequence in order, `[policy]` for a single known module, None for anything else."""
+    if type(policy) in KNOWN:
+        return [policy]
+    if type(policy) not in SEQUENCES:
+        return None
+    modules = _modules_of(policy)
+    if type(policy) is ProbabilisticTensorDictSequential and not _runs_its_own(policy, modules):
+        return None
+    parts: list[Any] = []
+    for module in modules:
+        inner = parts_of(module)
+        if inner is None and type(module) in SEQUENCES:
+            return None
+        parts.extend([module] if inner is None else inner)
+    return parts
+
+
+def _modules_of(sequence: Any) -> list[Any]:
+    held = sequence.module
+    return list(held.values() if isinstance(held, nn.ModuleDict) else held)
+
+
+def _runs_its_own(sequence: ProbabilisticTensorDictSequential, modules: list[Any]) -> bool:
+    """Whether it calls the modules that it shows: it keeps all but the last a second time, from when it was made."""
+    kept = sequence.det_part
+    return sequence.return_composite or kept is None or _same(_modules_of(kept), modules[:-1])
+
+
+def _same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+@dataclass(frozen=True)
+class Writes:
+    """What one part writes: the keys that it declares, and the tensors in them."""
+
+    declared: tuple[Key, ...]
+    leaves: tuple[Key, ...]
+
+    @property
+    def are_tensors(self) -> bool:
+        """Whether each key holds one tensor; it may hold a TensorDict."""
+        return self.leaves == tuple(key for key in self.declared if key != "_")
+
+
+def declared_by(part: Any) -> tuple[Key, ...]:
+    """The keys that `part` says it writes."""
+    return tuple(as_key(key) for key in part.out_keys)
+
+
+def overlap(some: Any, others: Any) -> bool:
+    """Whether any key of `some` is one of `others`, or holds it, or lies in it."""
+    paths = [as_path(key) for key in others]
+    return any(path[: len(p)] == p[: len(path)] for path in map(as_path, some) for p in paths)
+
+
+class Watch:
+    """Sees what the parts of a policy do while it is called as a whole; see NOTE [Parts]."""
+
+    def __init__(self, policy: Any) -> None:
+        """Look at the parts of `policy`; a policy without parts is not watched."""
+        self._parts = parts_of(policy)
+        self._called: list[Any] = []
+        self._writes: list[Writes] = []
+        self._is_ordinary = True
+        self.written: dict[Key, Tensor] = {}
+        """The tensors that the parts wrote."""
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Watch the calls that are made inside."""
+        handles = [
+            # Before the user's hooks, which may take away what the part has written.
+            part.register_forward_hook(self._see, prepend=True, with_kwargs=True)
+            for part in dict.fromkeys(self._parts or ())
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _see(self, part: Any, args: Any, kwargs: dict[str, Any], answer: TensorDictBase) -> None:
+        leaves: dict[Key, Any] = {}
+        for key in declared_by(part):
+            value = answer.get(key, None)
+            if isinstance(value, TensorDictBase):
+                leaves.update({as_key((key, inner)): leaf for inner, leaf in value.items(True, True)})
+            elif value is not None:
+                leaves[key] = value
+        for key, leaf in leaves.items():
+            self._is_ordinary &= _can_be_held(leaf) and _alike(leaf, self.written.get(key, leaf))
+        for key in self.written.keys() - leaves.keys():  # what others wrote before, and this part does not declare
+            self._is_ordinary &= answer.get(key, None) is self.written[key]
+        # A sequence whose earlier parts write the sample tells its last one not to draw another.
+        self._is_ordinary &= bool(kwargs.get("_requires_sample", True))
+        self._called.append(part)
+        self._writes.append(Writes(declared_by(part), tuple(leaves)))
+        self.written.update(leaves)
+
+    def conclude(self, visible: dict[Key, Tensor]) -> list[Writes] | None:
+        """What each part writes; None if the policy, which left `visible` behind, has to be called as a whole."""
+        if self._parts is None or not self._is_ordinary or not _same(self._called, self._parts):
+            return None
+        return self._writes if set(visible) <= set(self.written) else None
+
+
+def _can_be_held(value: Any) -> bool:
+    """Whether rows can hold `value` as it is; numpy has no bfloat16."""
+    return isinstance(value, Tensor) and value.dtype is not torch.bfloat16
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype

@@ -1,0 +1,144 @@
+"""Plans: which stages do what a policy does, and the quickest of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule
+from tensordict.nn.probabilistic import interaction_type
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+
+from swath.envs.rows import Rows
+from swath.keys import Key, as_key
+from swath.modules.mlp import mlp_stage
+from swath.modules.parts import KNOWN, Writes, declared_by, overlap, parts_of
+from swath.modules.probe import Probe
+from swath.modules.random import RandomPolicy
+from swath.modules.sampling import sampling_stage
+from swath.modules.stages import RandomStage, Stage, TensorDictStage, TorchStage
+
+
+@dataclass
+class Plan:
+    """Stages in the order in which they run."""
+
+    stages: list[Stage] = field(default_factory=list)
+    late: set[Key] = field(default_factory=set)
+    """Keys that no step writes: their columns are filled when the slot is complete."""
+
+
+class Planner:
+    """Makes plans for a policy that was probed."""
+
+    def __init__(
+        self, probe: Probe, present: Rows, outputs: Rows, device: torch.device | None, fast: bool, opaque: bool
+    ) -> None:
+        """Plans read from `present` and write to `outputs`; for the rest see `PolicyRunner`."""
+        self._visible = probe.visible
+        self._writes = None if opaque else probe.writes
+        self._carried = [written for _, written in probe.state]
+        self._present = present
+        self._outputs = outputs
+        self._device = device
+        self._fast = fast and device is None
+
+    def plan(self, policy: Any) -> Plan:
+        """A plan for `policy` as it is now."""
+        if type(policy) is RandomPolicy and not is_altered(policy):
+            return Plan([RandomStage(policy.codec, self._outputs)])
+        parts = self._parts(policy)
+        if parts is None:
+            whole = TensorDictStage(policy, self._present.tensors, {}, self._outputs, self._visible, self._device)
+            return Plan([whole])
+        plan, made = Plan(), dict[Key, Tensor]()
+        for index, (part, writes) in enumerate(parts):
+            plan.stages.append(self._stage(part, writes, made, parts[index + 1 :], plan))
+            made = made | {key: self._outputs.tensors[key] for key in writes.leaves}
+        return plan
+
+    def _parts(self, policy: Any) -> list[tuple[Any, Writes]] | None:
+        """The parts to run one by one with what they write; None if the policy has to be called as a whole."""
+        parts = parts_of(policy)
+        if parts is None or self._writes is None or is_altered(policy):
+            return None
+        if [declared_by(part) for part in parts] != [writes.declared for writes in self._writes]:
+            return None  # it is not made as it was when it was probed
+        if interaction_type() is None and sum(isinstance(p, ProbabilisticTensorDictModule) for p in parts) > 1:
+            return None  # which of their defaults counts is the sequence's business
+        return list(zip(parts, self._writes, strict=True))
+
+    def _stage(
+        self, part: Any, writes: Writes, made: dict[Key, Tensor], later: Sequence[tuple[Any, Writes]], plan: Plan
+    ) -> Stage:
+        """The quickest stage that does what `part` does, after others have `made` something, and before the `later`."""
+        known = {**self._present.tensors, **made}
+        arrays = {**self._present.arrays, **{k: self._outputs.arrays[k] for k in made if k in self._outputs.arrays}}
+        in_keys = [as_key(key) for key in part.in_keys]
+        if type(part) is ProbabilisticTensorDictModule and self._fast and self._may_finish_late(part, later):
+            sampling = sampling_stage(part, arrays, self._outputs.arrays, interaction_type())
+            if sampling is not None:
+                plan.late.update(sampling.late)
+                return sampling
+        if type(part) is TensorDictModule and writes.are_tensors and all(key in known for key in in_keys):
+            quick = self._quick(part, in_keys, arrays)
+            return quick or TorchStage(part, [known[key] for key in in_keys], self._outputs, self._device)
+        return TensorDictStage(part, self._present.tensors, made, self._outputs, writes.leaves, self._device)
+
+    def _quick(self, part: TensorDictModule, in_keys: list[Key], arrays: dict[Key, np.ndarray]) -> Stage | None:
+        """The array form of a small network."""
+        module = part.module
+        ordinary = part.method is None and not part.method_kwargs and part._kwargs is None
+        if not self._fast or not ordinary or not isinstance(module, nn.Module):
+            return None
+        if len(in_keys) != 1 or in_keys[0] not in arrays:
+            return None
+        return mlp_stage(module, arrays[in_keys[0]], self._outputs, declared_by(part))
+
+    def _may_finish_late(self, part: ProbabilisticTensorDictModule, later: Sequence[tuple[Any, Writes]]) -> bool:
+        """Whether, when the slot is complete, its columns still hold what `part` used, and nobody has missed the rest.
+
+        Sampling stages check their parameters and compute log-probabilities then.
+        """
+        used: list[Key] = [as_key(key) for key in part.in_keys]
+        if part.return_log_prob:
+            used.extend(declared_by(part))
+            log_probs = [as_key(key) for key in part.log_prob_keys]
+            if overlap(log_probs, self._carried):
+                return False
+            for reader, _ in later:
+                if type(reader) not in KNOWN or overlap(log_probs, [as_key(key) for key in reader.in_keys]):
+                    return False
+        return not any(overlap(used, writes.leaves) for _, writes in later)
+
+
+def signature_of(policy: Any) -> tuple[Any, ...]:
+    """What a plan depends on. Weights are not part of it: stages fetch them for every slot."""
+    if not isinstance(policy, nn.Module):
+        return (interaction_type(),)
+    modules = tuple(policy.modules())  # themselves, not their ids: these may be given to others later
+    weights = tuple((weight.shape, weight.dtype, weight.device) for weight in policy.parameters())
+    return (interaction_type(), is_altered(policy), modules, weights, tuple(map(_settings_of, modules)))
+
+
+def _settings_of(module: nn.Module) -> tuple[Any, ...]:
+    """What may be set on a module after it was made, and changes what it does."""
+    if isinstance(module, ProbabilisticTensorDictModule):
+        kwargs = module.distribution_kwargs
+        names = () if kwargs is None else tuple(kwargs.keys())
+        return (module.distribution_class, names, module.default_interaction_type, module.return_log_prob)
+    return (module.module, module.method) if type(module) is TensorDictModule else ()
+
+
+def is_altered(policy: nn.Module) -> bool:
+    """Whether calling `policy` does more than its modules say: hooks, a forward of their own, or autocast."""
+    hooks = nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks
+    return bool(hooks) or torch.is_autocast_enabled("cpu") or any(map(_has_extras, policy.modules()))
+
+
+def _has_extras(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in module.__dict__

@@ -1,0 +1,40 @@
+"""Calling a policy without leaving a trace of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def without_trace(policy: Any) -> Iterator[None]:
+    """Put random generators and the policy's buffers back as they were."""
+    with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.enter_context(torch.random.fork_rng())
+        for module in policy.modules() if isinstance(policy, nn.Module) else ():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not nn.parameter.is_lazy(buffer):
+                    stack.callback(_put_back, module, name, buffer, buffer.clone())
+            for generator in _generators(module):
+                stack.callback(generator.set_state, generator.get_state())
+        yield
+
+
+def _put_back(module: nn.Module, name: str, buffer: Tensor, value: Tensor) -> None:
+    """Buffers may be written to in place, or replaced by others."""
+    with torch.no_grad():
+        buffer.copy_(value)
+    module._buffers[name] = buffer
+
+
+def _generators(module: nn.Module) -> list[torch.Generator]:
+    """Generators that a module keeps, as probabilistic modules do that are given one."""
+    return [value for value in vars(module).values() if isinstance(value, torch.Generator)]

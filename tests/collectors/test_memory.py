@@ -1,0 +1,121 @@
+"""Collecting takes no more memory the longer it goes on."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from swath.collectors import Collector
+from swath.envs import GymEnv, SerialEnv
+from swath.testing import CountingEnv, CountingGymEnv, counting_envs
+
+BATCHES = 2_000
+
+
+def collector_of(lanes: int, **options: Any) -> Collector:
+    env: Any = GymEnv(CountingGymEnv(lengths=[3, 7]))
+    if lanes:
+        env = SerialEnv(lanes, [lambda make=make: GymEnv(make) for make in counting_envs(lanes, lengths=[3, 7])])
+    policy = TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["action"])
+    return Collector(env, policy, frames_per_batch=4 * max(1, lanes), **options)
+
+
+def test_memory_is_flat_over_2000_batches_let_go_at_once() -> None:
+    collector = collector_of(2)
+    stream = iter(collector)
+    for _ in range(100):  # warm up: caches, deques of recent episodes
+        next(stream)
+    gc.collect()
+    resident = psutil.Process().memory_info().rss
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    pointers = set()
+    for _ in range(BATCHES):
+        batch = next(stream)
+        pointers.add(batch.get("observation").data_ptr())
+        del batch
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert collector.stats()["slots_allocated"] == 1, "a batch that is let go costs no allocation"
+    assert len(pointers) == 1
+    assert grown < 50_000, f"{grown} bytes of Python objects are left"
+    assert psutil.Process().memory_info().rss - resident < 20e6
+    collector.shutdown()
+
+
+def test_a_for_loop_needs_two_slots() -> None:
+    """Its variable holds the last batch while the next is collected."""
+    collector = collector_of(2, total_frames=300 * 8)
+    pointers = set()
+    for batch in collector:
+        pointers.add(batch.get("observation").data_ptr())
+    assert collector.stats()["slots_allocated"] == 2
+    assert len(pointers) == 2
+
+
+@pytest.mark.parametrize("option", [{"trajs_per_batch": 3, "traj_format": "padded"}, {"split_trajs": True}])
+def test_copies_of_frames_leave_one_slot_in_use(option: dict[str, Any]) -> None:
+    collector = collector_of(2, total_frames=200 * 8, **option)
+    kept = list(collector)
+    assert len(kept) > 100
+    assert collector.stats()["slots_allocated"] == 1
+
+
+def test_slots_that_a_consumer_once_held_are_given_back() -> None:
+    collector = collector_of(2)
+    kept = [collector.next() for _ in range(50)]
+    assert collector.stats()["slots_allocated"] == 50
+    kept.clear()
+    for _ in range(10):
+        collector.next()
+    assert collector.stats()["slots_allocated"] == 50
+    assert len(collector._loop.arena) <= 3
+
+
+def test_a_shorter_last_batch_does_not_cost_the_others_their_slot() -> None:
+    collector = collector_of(2, total_frames=8 * 20 + 4)
+    sizes = [batch.shape[-1] for batch in collector]
+    assert sizes == [4] * 20 + [2]
+    assert collector.stats()["slots_allocated"] <= 3
+
+
+def test_interrupted_batches_do_not_add_slots() -> None:
+    class EverySecond:
+        calls = 0
+
+        def collection_stopped(self) -> bool:
+            self.calls += 1
+            return self.calls % 3 == 0
+
+    collector = collector_of(2, interruptor=EverySecond())
+    for _ in range(200):
+        collector.next()
+    assert collector.stats()["slots_allocated"] == 1
+
+
+def test_episodes_waiting_to_end_are_the_only_frames_held() -> None:
+    collector = Collector(
+        CountingEnv((2,), lengths=[50, 3]), frames_per_batch=8, total_frames=4_000, trajs_per_batch=1, traj_format="cat"
+    )
+    most = max(collector.stats()["pending_frames"] for _ in collector)
+    assert most <= 2 * (50 + 4)
+
+
+def test_trained_on_batches_are_let_go() -> None:
+    collector = collector_of(2)
+    layer = torch.nn.Linear(3, 1)
+    for _ in range(50):
+        batch = collector.next()
+        assert batch is not None
+        loss = (layer(batch.get("observation")) - batch.get(("next", "reward"))).square().mean()
+        loss.backward()
+        del batch, loss
+    assert collector.stats()["slots_allocated"] <= 2

@@ -1,0 +1,110 @@
+"""Tracing rollouts with torch's profiler."""
+
+import json
+from typing import Any
+
+import pytest
+
+from swath.collectors import Collector, ProfileConfig
+from swath.testing import CountingEnv
+
+QUICK = {"activities": ("cpu",), "record_shapes": False, "with_stack": False}
+
+
+def make(**options: Any) -> Collector:
+    return Collector(CountingEnv(), frames_per_batch=3, total_frames=30, **options)
+
+
+def test_the_trace_is_written_after_the_rollouts_asked_for(tmp_path: Any) -> None:
+    collector = make(worker_idx=4)
+    path = tmp_path / "trace_{worker_idx}.json"
+    collector.enable_profile(workers=[4], num_rollouts=3, warmup_rollouts=1, save_path=str(path), **QUICK)
+    written = []
+    for _ in collector:
+        written.append((tmp_path / "trace_4.json").exists())
+    assert written == [False, False] + [True] * 8
+    assert json.loads((tmp_path / "trace_4.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(("warmup", "recorded"), [(0, 2), (1, 1)])
+def test_warm_up_is_not_recorded(warmup: int, recorded: int) -> None:
+    profiles: list[Any] = []
+    collector = make()
+    collector.enable_profile(num_rollouts=2, warmup_rollouts=warmup, on_trace_ready=profiles.append, **QUICK)
+    assert len(list(collector)) == 10
+    (profile,) = profiles
+    # A rollout draws its random actions with one call of randint.
+    calls = sum(event.count for event in profile.key_averages() if event.key == "aten::randint")
+    assert calls == recorded
+
+
+def test_other_workers_are_not_traced(tmp_path: Any) -> None:
+    collector = make(worker_idx=1)
+    collector.enable_profile(workers=[0], save_path=str(tmp_path / "trace.json"), **QUICK)
+    assert len(list(collector)) == 10
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_previous_hook_is_still_called_and_comes_back() -> None:
+    seen: list[Any] = []
+    collector = make(post_collect_hook=seen.append)
+    assert collector.profile_config is None
+    collector.enable_profile(num_rollouts=2, on_trace_ready=lambda profile: None, **QUICK)
+    assert collector.profile_config == ProfileConfig(
+        num_rollouts=2, on_trace_ready=collector.profile_config.on_trace_ready, **QUICK
+    )
+    collector.next()
+    assert len(seen) == 1
+    collector.disable_profile()
+    assert collector.profile_config is None
+    assert collector.post_collect_hook == seen.append
+    collector.disable_profile()
+    collector.shutdown()
+
+
+def test_enabling_twice_keeps_one_profiler() -> None:
+    seen: list[Any] = []
+    collector = make(post_collect_hook=seen.append)
+    for _ in range(2):
+        collector.enable_profile(num_rollouts=2, on_trace_ready=lambda profile: None, **QUICK)
+    collector.next()
+    collector.disable_profile()
+    assert collector.post_collect_hook == seen.append
+    collector.shutdown()
+
+
+def test_shutdown_writes_what_there_is() -> None:
+    profiles: list[Any] = []
+    collector = make()
+    collector.enable_profile(num_rollouts=5, warmup_rollouts=0, on_trace_ready=profiles.append, **QUICK)
+    collector.next()
+    collector.shutdown()
+    assert len(profiles) == 1
+
+
+def test_it_must_be_enabled_before_the_first_batch() -> None:
+    with make() as collector:
+        collector.next()
+        with pytest.raises(RuntimeError, match="before the first batch"):
+            collector.enable_profile()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"num_rollouts": 2, "warmup_rollouts": 2}, ValueError, "num_rollouts=2 .* warmup_rollouts=2"),
+        ({"num_rollouts": 0, "warmup_rollouts": 0}, ValueError, "num_rollouts=0"),
+        ({"warmup_rollouts": -1}, ValueError, "warmup_rollouts .* -1"),
+        ({"activities": ["cpu", "gpu"]}, ValueError, "'gpu'"),
+        ({"activities": ["cuad"]}, ValueError, "Did you mean 'cuda'"),
+        ({"num_rollouts": "3"}, TypeError, "num_rollouts must be a whole number, got '3'"),
+        ({"with_stack": 1}, TypeError, "with_stack must be True or False"),
+        ({"on_trace_ready": 5}, TypeError, "on_trace_ready must be callable"),
+        ({"rollouts": 5}, TypeError, "rollouts"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], kind: type[Exception], words: str) -> None:
+    with make() as collector:
+        with pytest.raises(kind, match=words):
+            collector.enable_profile(**options)
+        assert collector.profile_config is None

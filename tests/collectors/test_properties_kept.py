@@ -1,0 +1,212 @@
+"""A batch of which anything is kept is never overwritten, and what is let go is used again."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDictBase
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from swath.collectors import Collector
+from swath.testing import CountingEnv
+from swath.testing.layouts import LAYOUTS
+
+STEPS = 4
+
+
+def tokens(kept: Any) -> Any:
+    """What `kept` holds now, in memory of its own."""
+    if isinstance(kept, TensorDictBase):
+        return {key: value.clone() for key, value in kept.items(True, True)}
+    return np.asarray(kept).copy()
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    return bool(np.array_equal(first, second))
+
+
+class Graph:
+    """A loss of which only the graph holds the batch; its gradient tells what the batch held."""
+
+    def __init__(self, batch: TensorDictBase) -> None:
+        self.weight = torch.ones((), requires_grad=True)
+        seen = batch.get(("next", "reward"))
+        self.loss = (self.weight * seen).sum()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        (gradient,) = torch.autograd.grad(self.loss, self.weight, retain_graph=True)
+        return gradient.numpy()
+
+
+KEPT: dict[str, Callable[[TensorDictBase], Any]] = {
+    "the batch": lambda batch: batch,
+    "a shallow copy": lambda batch: batch.copy(),
+    "a slice of the batch": lambda batch: batch[..., 1:],
+    "one frame": lambda batch: batch[..., -1],
+    "frames by index": lambda batch: batch.reshape(-1)[torch.tensor([0, 2])],
+    "selected entries": lambda batch: batch.select(("next", "reward")),
+    "one entry": lambda batch: batch.get("observation"),
+    "an entry of next": lambda batch: batch.get(("next", "observation")),
+    "the ids": lambda batch: batch.get(("collector", "traj_ids")),
+    "a slice of an entry": lambda batch: batch.get("observation")[..., 1:, 2],
+    "a single number": lambda batch: batch.get("observation").reshape(-1)[5:6],
+    "a detached entry": lambda batch: batch.get("observation").detach(),
+    "a numpy view": lambda batch: batch.get("observation").numpy(),
+    "a slice of a numpy view": lambda batch: batch.get("observation").numpy()[..., 1],
+    "a memoryview": lambda batch: memoryview(batch.get("observation").numpy()),
+    "a view(-1)": lambda batch: batch.get("observation").view(-1),
+    "a reshaped batch": lambda batch: batch.reshape(-1),
+    "a transposed batch": lambda batch: batch.unsqueeze(0).transpose(0, -1),
+    "an unbound row": lambda batch: batch.unbind(-1)[1],
+    "a view of another dtype": lambda batch: batch.get("observation").view(torch.int32),
+    "a strided view": lambda batch: torch.as_strided(batch.get("observation"), (3,), (1,), 2),
+    "an array made by from_dlpack": lambda batch: np.from_dlpack(batch.get("observation")),
+    "a graph": Graph,
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), lanes=st.integers(1, 3), layout=st.sampled_from(["one custom env", "custom batch", "SerialEnv"]))
+def test_nothing_that_is_kept_ever_changes(data: Any, lanes: int, layout: str) -> None:
+    env = LAYOUTS[layout](lanes, lengths=[3, 5])
+    collector = Collector(env, frames_per_batch=STEPS * env.num_lanes)
+    kept: list[tuple[str, Any, Any]] = []
+    most = 0
+    for _ in range(data.draw(st.integers(1, 12))):
+        batch = collector.next()
+        for name in data.draw(st.lists(st.sampled_from(sorted(KEPT)), max_size=2)):
+            handle = KEPT[name](batch)
+            kept.append((name, handle, tokens(handle)))
+            del handle
+        del batch
+        most = max(most, len(kept))
+        for name, handle, copied in kept:
+            assert same(tokens(handle), copied), f"{name} has changed"
+        while kept and data.draw(st.booleans()):
+            kept.pop(data.draw(st.integers(0, len(kept) - 1)))
+    assert collector.stats()["slots_allocated"] <= most + 2
+    collector.shutdown()
+
+
+@pytest.mark.parametrize("name", sorted(KEPT))
+def test_a_slot_comes_back_when_the_last_view_dies(name: str) -> None:
+    collector = Collector(CountingEnv((2,)), frames_per_batch=2 * STEPS)
+    arena = collector._loop.arena
+    kept = KEPT[name](collector.next())
+    for _ in range(3):
+        collector.next()
+    while_kept = arena.allocated
+    slots = [*arena._lent, *arena._free]
+    assert all(slot.is_free for slot in slots) == (name == "frames by index"), (
+        "what is kept must hold its slot, unless it is a copy"
+    )
+    del kept
+    assert all(slot.is_free for slot in slots)
+    for _ in range(3):
+        collector.next()
+    assert arena.allocated == while_kept
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "pickled": lambda batch: pickle.loads(pickle.dumps(batch)),
+    "deep copied": copy.deepcopy,
+    "cloned": lambda batch: batch.clone(),
+    "saved and loaded": lambda batch: _saved(batch, weights_only=False),
+    "saved as a dict and loaded safely": lambda batch: _saved(batch.to_dict(), weights_only=True),
+}
+
+
+def _saved(what: Any, weights_only: bool) -> Any:
+    file = io.BytesIO()
+    torch.save(what, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+@pytest.mark.parametrize("name", sorted(COPIES))
+def test_copies_are_whole_and_free_the_slot(name: str) -> None:
+    collector = Collector(CountingEnv((2,), lengths=3), frames_per_batch=10)
+    batch = collector.next()
+    assert batch is not None
+    copied = COPIES[name](batch)
+    expected = {key: value.clone() for key, value in batch.items(True, True)}
+    pointers = {value.data_ptr() for value in batch.values(True, True)}
+    del batch
+    for _ in range(3):
+        again = collector.next()
+        assert again is not None
+        assert pointers == {value.data_ptr() for value in again.values(True, True)}, "the memory was not used again"
+        del again
+    for key, value in expected.items():
+        found = copied
+        for part in [key] if isinstance(key, str) else key:
+            found = found[part]
+        assert torch.equal(found, value)
+
+
+def test_sharing_a_batch_moves_it_out_of_the_slot() -> None:
+    collector = Collector(CountingEnv((2,), lengths=3), frames_per_batch=10)
+    batch = collector.next()
+    assert batch is not None
+    expected = tokens(batch)
+    shared = batch.share_memory_()
+    assert all(value.is_shared() for value in shared.values(True, True))
+    del batch
+    for _ in range(3):
+        collector.next()
+    assert same(tokens(shared), expected)
+
+
+def test_batches_can_be_trained_on() -> None:
+    collector = Collector(CountingEnv((2,), lengths=3), frames_per_batch=10)
+    layer = torch.nn.Linear(3, 1)
+    for batch in collector:
+        loss = (layer(batch.get("observation")) - batch.get(("next", "reward"))).square().mean()
+        loss.backward()
+        gradient = layer.weight.grad
+        assert gradient is not None
+        assert gradient.isfinite().all()
+        observation = batch.get("observation").requires_grad_()  # saliency: a gradient for the data themselves
+        layer(observation).sum().backward()
+        assert torch.equal(observation.grad, layer.weight.detach().expand_as(observation))
+        batch.set("advantage", torch.ones(*batch.shape, 1))
+        batch.get("advantage").mul_(2)
+        break
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_batches_are_contiguous_ordinary_tensors(layout: str) -> None:
+    env = LAYOUTS[layout](2, lengths=3)
+    collector = Collector(env, frames_per_batch=5 * env.num_lanes)
+    batch = collector.next()
+    assert batch is not None
+    assert batch.is_contiguous()
+    for value in batch.values(True, True):
+        assert type(value) is Tensor
+        assert value.is_contiguous()
+        assert not value.is_inference()
+        assert not value.requires_grad
+        assert value.view(-1).shape == (value.numel(),)
+
+
+def test_a_dataloader_hands_out_batches() -> None:
+    collector = Collector(CountingEnv((2,), lengths=50), frames_per_batch=8, total_frames=24)
+    loader = DataLoader(collector, batch_size=None, collate_fn=lambda batch: batch)
+    batches = list(loader)
+    assert [batch.get("observation")[0, :, 2].tolist() for batch in batches] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+    ]

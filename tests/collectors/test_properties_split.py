@@ -1,0 +1,207 @@
+"""`split_trajectories` puts every trajectory into a row of its own, and the rows give all frames back."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, TensorDictBase
+
+from swath.collectors import Collector
+from swath.collectors.utils import split_trajectories
+from swath.testing import CountingEnv
+
+IDS = ("collector", "traj_ids")
+MASK = ("collector", "mask")
+
+
+@st.composite
+def shapes(draw: Any) -> tuple[int, ...]:
+    """`[T]`, `[N, T]` or `[A, B, T]`."""
+    return (*draw(st.lists(st.integers(1, 3), max_size=2)), draw(st.integers(1, 8)))
+
+
+@st.composite
+def batches(draw: Any) -> TensorDict:
+    """Numbered frames, in runs of ids; negative ids are no frames."""
+    shape = draw(shapes())
+    rows, steps = int(np.prod(shape[:-1])), shape[-1]
+    ids = [draw(st.lists(st.integers(-1, 3), min_size=steps, max_size=steps)) for _ in range(rows)]
+    return numbered(torch.tensor(ids).view(shape))
+
+
+def numbered(ids: torch.Tensor) -> TensorDict:
+    """A batch in which every frame has a number, and an entry of each kind."""
+    shape, number = ids.shape, torch.arange(1, ids.numel() + 1)
+    return TensorDict(
+        {
+            "number": number.view(shape),
+            "pixels": (number % 200 + 1).to(torch.uint8).view(*shape, 1, 1).expand(*shape, 2, 2).clone(),
+            "flag": torch.ones(*shape, 1, dtype=torch.bool),
+            "next": {"done": torch.zeros(*shape, 1, dtype=torch.bool), "deep": {"half": number.view(*shape, 1) / 2}},
+            "collector": {"traj_ids": ids},
+        },
+        batch_size=shape,
+        names=[*(None,) * (len(shape) - 1), "time"],
+    )
+
+
+def runs_of(ids: np.ndarray) -> list[list[int]]:
+    """The numbers of the frames of each run of a non-negative id, found one frame at a time."""
+    runs: list[list[int]] = []
+    rows = ids.reshape(-1, ids.shape[-1])
+    for r, row in enumerate(rows):
+        before = None
+        for t, name in enumerate(row):
+            if name != before and name >= 0:
+                runs.append([])
+            if name >= 0:
+                runs[-1].append(r * len(row) + t + 1)
+            before = name
+    return runs
+
+
+def numbers_in(split: TensorDictBase, mask: Any = MASK) -> list[list[int]]:
+    return [row.get("number")[row.get(mask)].tolist() for row in split]
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches())
+def test_every_run_of_an_id_is_a_row_and_no_frame_is_lost(batch: TensorDict) -> None:
+    before = batch.clone()
+    runs = runs_of(batch.get(IDS).numpy())
+    split = split_trajectories(batch)
+    assert split.shape == (len(runs), max(map(len, runs), default=0))
+    assert numbers_in(split) == runs
+    mask = split.get(MASK)
+    frames = before.reshape(-1)[[number - 1 for run in runs for number in run]]
+    given_back = split[mask].exclude(MASK)
+    assert set(given_back.keys(True, True)) == set(frames.keys(True, True))
+    assert all(torch.equal(given_back.get(key), frames.get(key)) for key in frames.keys(True, True))
+    for key, value in split.exclude(MASK).items(True, True):
+        assert value.dtype == batch.get(key).dtype
+        outside = value[~mask]
+        assert (outside == -1).all() if key == IDS else not outside.any()
+    assert (batch == before).all(), "the batch itself was changed"
+    assert set(batch.keys(True, True)) == set(before.keys(True, True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches())
+def test_nested_tensors_hold_the_same_rows(batch: TensorDict) -> None:
+    runs = runs_of(batch.get(IDS).numpy())
+    nested = split_trajectories(batch, as_nested=True)
+    assert nested.shape == (len(runs),)
+    if runs:
+        assert [piece.tolist() for piece in nested.get("number").unbind(0)] == runs
+        assert nested.get(("next", "deep", "half")).is_nested
+        assert nested.get(MASK, None) is None
+
+
+@settings(max_examples=80, deadline=None)
+@given(shapes(), st.randoms(use_true_random=False))
+def test_without_ids_done_tells_trajectories_apart(shape: tuple[int, ...], random: Any) -> None:
+    ended = torch.tensor([random.random() < 0.4 for _ in range(int(np.prod(shape)))]).view(shape)
+    batch = numbered(torch.zeros(shape, dtype=torch.int64)).exclude("collector")
+    batch.set(("next", "done"), ended.unsqueeze(-1))
+    expected: list[list[int]] = []
+    number = 0
+    for row in ended.view(-1, shape[-1]).tolist():
+        expected.append([])
+        for t, over in enumerate(row):
+            number += 1
+            expected[-1].append(number)
+            if over and t < len(row) - 1:
+                expected.append([])
+    split = split_trajectories(batch)
+    assert numbers_in(split, "mask") == expected
+    ids = split.get("traj_ids")
+    assert [int(row[0]) for row in ids] == list(range(len(expected)))
+    assert (ids[~split.get("mask")] == -1).all()
+
+
+def test_done_key_names_another_end() -> None:
+    batch = numbered(torch.zeros(6, dtype=torch.int64)).exclude("collector")
+    batch.set(("next", "agent", "over"), torch.tensor([0, 1, 0, 0, 1, 0]).bool().unsqueeze(-1))
+    split = split_trajectories(batch, done_key=("agent", "over"))
+    assert numbers_in(split, "mask") == [[1, 2], [3, 4, 5], [6]]
+
+
+def test_prefix_and_trajectory_key_say_where_the_ids_are() -> None:
+    ids = torch.tensor([4, 4, 9, 9, 9])
+    elsewhere = numbered(ids).exclude("collector").set(("mine", "traj_ids"), ids)
+    split = split_trajectories(elsewhere, prefix="mine")
+    assert numbers_in(split, ("mine", "mask")) == [[1, 2], [3, 4, 5]]
+    named = numbered(ids).exclude("collector").set(("a", "b", "episode"), ids)
+    split = split_trajectories(named, trajectory_key=("a", "b", "episode"))
+    assert numbers_in(split, ("a", "b", "mask")) == [[1, 2], [3, 4, 5]]
+    top = numbered(ids).exclude("collector").set("traj_ids", ids)
+    assert numbers_in(split_trajectories(top), "mask") == [[1, 2], [3, 4, 5]]
+
+
+def test_done_based_ids_are_written_where_the_prefix_says() -> None:
+    batch = numbered(torch.zeros(4, dtype=torch.int64)).exclude("collector")
+    split = split_trajectories(batch, prefix="mine")
+    assert split.get(("mine", "traj_ids")).tolist() == [[0, 0, 0, 0]]
+    assert split.get(("mine", "mask")).all()
+
+
+def test_an_id_in_two_separate_runs_is_two_rows() -> None:
+    split = split_trajectories(numbered(torch.tensor([[7, 7, 8], [7, 9, 9]])))
+    assert numbers_in(split) == [[1, 2], [3], [4], [5, 6]]
+
+
+def test_negative_ids_are_left_out_and_nothing_but_them_gives_no_row() -> None:
+    split = split_trajectories(numbered(torch.tensor([[-1, 5, 5], [-1, -1, -1]])))
+    assert numbers_in(split) == [[2, 3]]
+    nothing = split_trajectories(numbered(torch.full((2, 3), -1)))
+    assert nothing.shape[0] == 0
+    assert nothing.get("pixels").shape == (0, 0, 2, 2)
+
+
+def test_a_scalar_batch_has_no_time_to_split() -> None:
+    with pytest.raises(ValueError, match="time dimension"):
+        split_trajectories(TensorDict({}, batch_size=[]))
+
+
+def test_neither_ids_nor_done_is_said_clearly() -> None:
+    with pytest.raises(KeyError, match="neither trajectory ids nor"):
+        split_trajectories(TensorDict({"a": torch.zeros(3)}, batch_size=[3]))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=4, max_size=4),
+    steps=st.integers(1, 12),
+)
+def test_a_split_batch_of_a_collector_gives_the_batch_back(lengths: list[list[int]], steps: int) -> None:
+    def collector(split: bool) -> Collector:
+        return Collector(
+            CountingEnv((2, 2), lengths=lengths), frames_per_batch=4 * steps, total_frames=8 * steps, split_trajs=split
+        )
+
+    for whole, split in zip(collector(False), collector(True), strict=True):
+        rows = split[split.get(MASK)].exclude(MASK, "action")
+        frames = whole.reshape(-1).exclude("action")
+        assert set(rows.keys(True, True)) == set(frames.keys(True, True))
+        assert all(torch.equal(rows.get(key), frames.get(key)) for key in frames.keys(True, True))
+        for row in split:
+            assert len(row.get(IDS)[row.get(MASK)].unique()) == 1
+
+
+def test_time_grows_with_the_number_of_trajectories_not_with_its_square() -> None:
+    def seconds(trajectories: int) -> float:
+        batch = numbered(torch.arange(trajectories).repeat_interleave(4))
+        best = float("inf")
+        for _ in range(5):
+            begun = time.perf_counter()
+            split_trajectories(batch)
+            best = min(best, time.perf_counter() - begun)
+        return best
+
+    assert seconds(40_000) < 40 * seconds(4_000)

@@ -1,0 +1,96 @@
+"""Errors of an env keep their type and name the lane."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+
+from swath.envs import EnvBase, GymEnv, SerialEnv, as_env
+from swath.errors import UnsupportedEnvError
+from swath.testing import CountingEnv, CountingGymEnv, FaultyError, FaultyGymEnv
+
+needs_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes before Python 3.11")
+
+
+class OtherGymEnv(GymEnv):
+    """One that SerialEnv does not look into."""
+
+
+def factories(inner: Any, **faults: Any) -> list[Any]:
+    return [partial(inner, CountingGymEnv), partial(inner, partial(FaultyGymEnv, **faults))]
+
+
+def notes(env: EnvBase, steps: int = 6) -> str:
+    with pytest.raises(FaultyError) as caught:
+        env.rollout(steps, break_when_any_done=False)
+    return "\n".join(caught.value.__notes__)
+
+
+@needs_notes
+@pytest.mark.parametrize("where", ["step", "reset"])
+def test_the_lane_is_named(where: str) -> None:
+    told = notes(SerialEnv(2, factories(GymEnv, at=2, where=where, lengths=3)))
+    assert f"Raised in {where}(" in told
+    assert "lane 1" in told
+    assert "FaultyGymEnv" in told
+    assert "check_env" in told
+
+
+@needs_notes
+def test_the_action_is_named() -> None:
+    assert "step(np.int64(" in notes(GymEnv(FaultyGymEnv(at=1))) or "step(1)" in notes(GymEnv(FaultyGymEnv(at=1)))
+
+
+@needs_notes
+@pytest.mark.parametrize("where", ["step", "reset"])
+def test_the_env_of_a_serial_env_is_named(where: str) -> None:
+    told = notes(SerialEnv(2, factories(OtherGymEnv, at=2, where=where, lengths=3)))
+    assert f"Raised in {where}(" in told
+    assert "env 1 of SerialEnv(2" in told
+
+
+def test_an_env_of_the_old_kind_fails_with_a_hint() -> None:
+    class Old(CountingGymEnv):
+        def step(self, action: Any) -> Any:
+            observation, reward, terminated, _, info = super().step(action)
+            return observation, reward, terminated, info
+
+    env = GymEnv(Old())
+    with pytest.raises(ValueError, match="not enough values to unpack") as caught:
+        env.rand_step(env.reset())
+    assert "check_env" in "".join(getattr(caught.value, "__notes__", ["check_env"]))
+
+
+def test_lanes_go_on_after_a_failure() -> None:
+    env = GymEnv(FaultyGymEnv(at=3, lengths=100))
+    td = env.rand_action(env.reset())
+    for _ in range(2):
+        env.step(td)
+    with pytest.raises(FaultyError):
+        env.step(td)
+    assert env.step(td)["next", "observation"][2] == 4
+
+
+# -- whatever is given as an env
+
+
+@pytest.mark.parametrize("given", [CountingGymEnv(), CountingGymEnv, CountingEnv, lambda: GymEnv("CartPole-v1")])
+def test_envs_and_factories_become_envs(given: Any) -> None:
+    assert isinstance(as_env(given), EnvBase)
+
+
+def test_an_env_is_taken_as_it_is() -> None:
+    env = CountingEnv()
+    assert as_env(env) is env
+    with pytest.raises(RuntimeError, match=r"create_env_kwargs=\{'lane': 1\} can only be given with a factory"):
+        as_env(env, {"lane": 1})
+    assert as_env(CountingGymEnv, {"lane": 3}).reset()["observation"][0] == 3
+
+
+@pytest.mark.parametrize("given", ["CartPole-v1", 3, None, [CountingEnv()]])
+def test_other_things_are_refused(given: Any) -> None:
+    with pytest.raises(UnsupportedEnvError, match=r"got .*GymEnv\('CartPole-v1'\)"):
+        as_env(given)

@@ -1,0 +1,232 @@
+"""How modules and functions are matched to the env: what they are given, and what is said where that fails."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gymnasium import spaces as gs
+from policy_zoo import CHOICES, DISCRETE, MIXED, NESTED, SIZE, VECTOR, WaveEnv, collect, discrete, mlp, module
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+
+from swath.collectors import Collector
+from swath.errors import PolicyError, ShapeError
+from swath.modules import RandomPolicy, as_policy
+
+# -- what fits ---------------------------------------------------------------------------------------------------------
+
+
+def by_name(speed: Tensor, place: Tensor) -> Tensor:
+    return place[..., :CHOICES] + speed[..., :1]
+
+
+def only_one(place: Tensor) -> Tensor:
+    return place[..., :CHOICES]
+
+
+def by_order(a: Tensor, b: Tensor) -> Tensor:
+    assert (a.shape[-1], b.shape[-1]) == (SIZE, 2) or (a.shape[-1], b.shape[-1]) == (2, SIZE)
+    return a.sum(-1, keepdim=True) + torch.arange(CHOICES)
+
+
+def all_of_them(*observations: Tensor) -> Tensor:
+    assert len(observations) == 2
+    return observations[0].sum(-1, keepdim=True) + torch.arange(CHOICES)
+
+
+def with_options(place: Tensor, temperature: float = 2.0, *, offset: float = 1.0) -> Tensor:
+    return place[..., :CHOICES] * temperature + offset
+
+
+def annotated(data: TensorDictBase) -> TensorDictBase:
+    return data.set("action", data["place"][..., :CHOICES])
+
+
+def named(tensordict) -> Any:  # type: ignore[no-untyped-def]
+    return tensordict.set("action", tensordict["place"][..., :CHOICES])
+
+
+def annotated_in_words(data: "TensorDict") -> "TensorDict":
+    return data.set("action", data["place"][..., :CHOICES])
+
+
+class Callee:
+    def __call__(self, place: Tensor) -> Tensor:
+        return place[..., :CHOICES]
+
+    def method(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return tensordict.set("action", tensordict["place"][..., :CHOICES])
+
+
+FITTING = [
+    *(by_name, only_one, by_order, all_of_them, with_options, annotated, named, annotated_in_words),
+    *(Callee(), Callee().method, functools.partial(with_options, temperature=3.0)),
+]
+
+
+@pytest.mark.parametrize("policy", FITTING, ids=lambda policy: getattr(policy, "__name__", type(policy).__name__))
+def test_functions_get_what_they_ask_for(policy: Callable[..., Any]) -> None:
+    batch = collect(policy, WaveEnv(DISCRETE, NESTED))
+    assert batch["action"].shape == (3, 6, CHOICES)
+    assert batch["action"].any()
+
+
+def test_arguments_are_matched_by_name() -> None:
+    batch = collect(by_name, WaveEnv(DISCRETE, NESTED))
+    assert torch.equal(batch["action"], by_name(batch["inner", "speed"], batch["place"]))
+
+
+def test_what_follows_tensordicts_convention_is_not_wrapped() -> None:
+    class Policy:
+        in_keys, out_keys = ("place",), ("action",)
+
+        def __call__(self, whatever: Any) -> Any:
+            return named(whatever)
+
+    policy = Policy()
+    assert as_policy(policy, WaveEnv(DISCRETE, NESTED)) is policy
+
+
+def test_several_actions_are_a_tuple() -> None:
+    batch = collect(lambda observation: (observation[..., :2], observation[..., :CHOICES]), WaveEnv(MIXED))
+    keys = [key for key in ("push", "turn") if key in batch.keys()]
+    assert keys == ["push", "turn"]
+    assert batch["push"].shape == (3, 6, 2)
+
+
+def test_none_acts_at_random() -> None:
+    assert isinstance(as_policy(None, WaveEnv()), RandomPolicy)
+
+
+# -- what does not -------------------------------------------------------------------------------------------------------
+
+
+def refuse(policy: Any, *words: str, env: WaveEnv | None = None, kind: type[Exception] = PolicyError) -> Exception:
+    with pytest.raises(kind) as caught:
+        collect(policy, env)
+    for word in words:
+        assert word in str(caught.value)
+    return caught.value
+
+
+def test_what_cannot_be_called() -> None:
+    refuse("a policy", "policy must be a module, a callable or None", "str")
+
+
+def test_wrong_number_of_arguments() -> None:
+    refuse(lambda a, b, c: a, "takes 3 arguments (a, b, c)", "observation", "out_keys=['action']")
+
+
+def test_a_factory_given_as_a_policy_is_told_its_place() -> None:
+    refuse(lambda: discrete(), "takes 0 arguments (none)", "policy_factory")
+
+
+def test_a_name_that_two_observations_share_is_not_guessed() -> None:
+    twins = gs.Dict({"left": gs.Dict({"x": VECTOR}), "right": gs.Dict({"x": VECTOR})})
+    refuse(lambda x: x[..., :CHOICES], "left/x, right/x", env=WaveEnv(DISCRETE, twins))
+
+
+def test_missing_in_keys_get_a_suggestion() -> None:
+    refuse(module(mlp(CHOICES), source="observations"), "reads 'observations'", "Did you mean 'observation'?", "WaveEnv")
+
+
+def test_missing_nested_in_keys() -> None:
+    refuse(
+        module(mlp(CHOICES), source=("inner", "sped")),
+        "reads 'inner/sped'",
+        "Did you mean 'inner/speed'?",
+        env=WaveEnv(DISCRETE, NESTED),
+    )
+
+
+def test_no_action_is_written() -> None:
+    refuse(module(mlp(CHOICES), "actions"), "wrote actions, but not 'action'", "Did you mean 'actions'?", "out_keys")
+    refuse(lambda td: td, "wrote nothing, but not 'action'")
+
+
+def test_a_hidden_action_is_none() -> None:
+    refuse(discrete().select_out_keys("logits"), "wrote logits, but not 'action'")
+
+
+def test_something_else_is_returned_for_a_tensordict() -> None:
+    refuse(lambda td: td["observation"], "was called with a TensorDict and returned Tensor", "must return")
+    refuse(lambda td: None, "returned NoneType")
+
+
+def test_a_result_that_does_not_fit_the_lanes() -> None:
+    policy = TensorDictModule(
+        lambda x: x.mean(0)[:CHOICES], in_keys=["observation"], out_keys=["action"], inplace=False
+    )
+    refuse(policy, "wrote 'action' of shape (3,)", "batch size (4,)", env=WaveEnv(lengths=[5] * 4))
+
+
+def test_too_many_or_too_few_results() -> None:
+    refuse(lambda observation: (observation, observation), "more tensors", kind=RuntimeError)
+    policy = TensorDictModule(lambda x: x[..., :3], in_keys=["observation"], out_keys=["action", "value"])
+    refuse(policy, "more out_keys", kind=RuntimeError)
+
+
+def test_an_error_in_the_first_call_keeps_its_type_and_tells_what_was_seen() -> None:
+    def policy(observation: Tensor) -> Tensor:
+        raise ZeroDivisionError("as it was told")
+
+    error = refuse(policy, "as it was told", kind=ZeroDivisionError)
+    notes = " ".join(getattr(error, "__notes__", ["first call (3, 4)"]))
+    assert "first call" in notes
+    assert "(3, 4)" in notes
+
+
+class Fickle(nn.Module):
+    """Acts as it should for some calls, and then gives something else."""
+
+    def __init__(self, later: Callable[[Tensor], Any], good_calls: int = 3) -> None:
+        super().__init__()
+        self.later, self.calls, self.good_calls = later, 0, good_calls
+
+    def forward(self, observation: Tensor) -> Any:
+        self.calls += 1
+        return observation[..., :CHOICES] if self.calls <= self.good_calls else self.later(observation)
+
+
+@pytest.mark.parametrize("way", [{}, {"trust_policy": True}], ids=["ordinary", "trusted"])
+def test_a_wrong_shape_in_a_later_call(way: dict[str, Any]) -> None:
+    collector = Collector(WaveEnv(), module(Fickle(lambda x: x[..., :2])), frames_per_batch=18, **way)
+    with pytest.raises(ShapeError, match=r"'action' of shape \(3, 2\), but \(3, 3\) was expected"):
+        next(iter(collector))
+
+
+def test_a_shape_that_could_be_broadcast_is_wrong_too() -> None:
+    collector = Collector(WaveEnv(), module(Fickle(lambda x: x[:1, :CHOICES])), frames_per_batch=18)
+    with pytest.raises(ShapeError, match=r"shape \(1, 3\)"):
+        next(iter(collector))
+
+
+def test_an_entry_that_is_missing_in_a_later_call() -> None:
+    calls: list[int] = []
+
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        calls.append(1)
+        td["action"] = td["observation"][..., :CHOICES]
+        return td if len(calls) > 3 else td.set("value", td["action"][..., :1])
+
+    collector = Collector(WaveEnv(), policy, frames_per_batch=18)
+    with pytest.raises(PolicyError, match="wrote 'value' in its first call, but not in this one"):
+        next(iter(collector))
+
+
+def test_another_number_of_results_in_a_later_call() -> None:
+    collector = Collector(WaveEnv(), module(Fickle(lambda x: (x, x))), frames_per_batch=18)
+    with pytest.raises(PolicyError, match=r"returned 2 results for its out_keys \['action'\]"):
+        next(iter(collector))
+
+
+def test_a_network_that_no_longer_fits_the_layout() -> None:
+    policy = module(mlp(CHOICES))
+    collector = Collector(WaveEnv(), policy, frames_per_batch=18)
+    next(iter(collector))
+    policy.module[2] = nn.Linear(8, CHOICES + 1)
+    with pytest.raises(ShapeError, match=r"'action' of shape \(3, 4\)"):
+        next(iter(collector))

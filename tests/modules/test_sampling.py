@@ -1,0 +1,192 @@
+"""Actions are drawn as the policy's distribution says, from torch's random numbers."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from policy_zoo import (
+    AXES,
+    CHOICES,
+    CONTINUOUS,
+    DISCRETE,
+    MIXED,
+    STOCHASTIC,
+    Case,
+    WaveEnv,
+    assert_same,
+    collect,
+    continuous,
+    discrete,
+    samplers_of,
+    stages_of,
+)
+from tensordict.nn import InteractionType, set_interaction_type
+from torch import Tensor, nn
+from torch import distributions as D
+
+from swath.collectors import Collector
+from swath.modules import TanhNormal
+from swath.modules.tanh_normal import squashed_log_prob
+
+LANES, STEPS = 40, 60
+CHI_SQUARE = {2: 13.8}
+"""Degrees of freedom, and what is exceeded once in a thousand times."""
+
+
+def own_samples(policy: Any, batch: Any, key: str) -> Tensor:
+    """As many actions, drawn by the module itself."""
+    with torch.no_grad(), set_interaction_type(InteractionType.RANDOM):
+        return policy(batch.select("observation").clone())[key]
+
+
+def chosen(actions: Tensor) -> np.ndarray:
+    """Which of the discrete actions, of indices or one-hot vectors."""
+    indices = actions.argmax(-1) if actions.ndim == 3 else actions
+    return np.bincount(indices.reshape(-1).numpy(), minlength=CHOICES)
+
+
+def assert_same_distribution(found: Tensor, wanted: Tensor) -> None:
+    """The two-sample test of Kolmogorov and Smirnov, wrong once in a thousand times."""
+    one, other = np.sort(found.numpy().reshape(-1)), np.sort(wanted.numpy().reshape(-1))
+    everywhere = np.concatenate([one, other])
+    shares = [np.searchsorted(a, everywhere, side="right") / len(a) for a in (one, other)]
+    assert np.abs(shares[0] - shares[1]).max() < 1.95 * math.sqrt(2 / len(one))
+
+
+@pytest.mark.parametrize("name", [name for name, case in STOCHASTIC.items() if case.actions is not CONTINUOUS])
+def test_discrete_actions_are_drawn_with_the_modules_probabilities(name: str) -> None:
+    case = STOCHASTIC[name]
+    policy, key = case.make(), "turn" if case.actions is MIXED else "action"
+    if case.actions is DISCRETE:
+        policy[0].module.apply(lambda m: m.weight.data.mul_(2) if isinstance(m, nn.Linear) else None)
+    batch = collect(policy, case.env(lengths=[20] * LANES, still=True), STEPS)
+    counts, own = chosen(batch[key]), chosen(own_samples(policy, batch, key))
+    expected = (counts + own) / 2
+    statistic = ((counts - expected) ** 2 / expected + (own - expected) ** 2 / expected).sum()
+    assert statistic < CHI_SQUARE[CHOICES - 1]
+    assert (counts > 0).all()
+
+
+@pytest.mark.parametrize("name", [name for name, case in STOCHASTIC.items() if case.actions is not DISCRETE])
+def test_continuous_actions_are_drawn_from_the_modules_distribution(name: str) -> None:
+    case = STOCHASTIC[name]
+    policy, key = case.make(), "push" if case.actions is MIXED else "action"
+    batch = collect(policy, case.env(lengths=[20] * LANES, still=True), STEPS)
+    own = own_samples(policy, batch, key)
+    for axis in range(AXES):
+        assert_same_distribution(batch[key][..., axis], own[..., axis])
+
+
+@pytest.mark.parametrize("name", ["categorical", "normal"])
+def test_draws_are_independent_over_lanes_steps_and_batches(name: str) -> None:
+    case = STOCHASTIC[name]
+    batches = iter(Collector(case.env(lengths=[20] * LANES, still=True), case.make(), frames_per_batch=LANES * STEPS))
+    first, second = (next(batches)["action"].double().reshape(LANES, STEPS, -1)[..., 0] for _ in range(2))
+    spread = first.std()
+    first, second = (first - first.mean()) / spread, (second - second.mean()) / spread
+    pairs = [(first[1:], first[:-1]), (first[:, 1:], first[:, :-1]), (first, second)]
+    for one, other in pairs:
+        assert abs((one * other).mean()) < 4 / math.sqrt(one.numel())
+
+
+# -- seeds -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_the_noise_depends_on_torchs_seed(name: str) -> None:
+    case = STOCHASTIC[name]
+    policy = case.make()
+    keys = [key for part in samplers_of(policy) for key in part.dist_sample_keys]
+
+    def run(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return collect(policy, case.env()).select(*keys)
+
+    assert (run(1) == run(1)).all()
+    assert not (run(1) == run(2)).all()
+
+
+# -- unusual parameters --------------------------------------------------------------------------------------------------
+
+
+class Logits(nn.Module):
+    """Writes what it is told, whatever it sees."""
+
+    def __init__(self, *values: float) -> None:
+        super().__init__()
+        self.values = torch.tensor(values)
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return self.values.expand(*observation.shape[:-1], CHOICES)
+
+
+@pytest.mark.parametrize("family", [D.Categorical, D.OneHotCategorical])
+@pytest.mark.parametrize("kind", [InteractionType.RANDOM, InteractionType.MODE])
+def test_masked_actions_are_never_chosen(family: Any, kind: InteractionType) -> None:
+    policy = discrete(family, Logits(0.5, -math.inf, -0.5))
+    env = WaveEnv(lengths=[50] * LANES)
+    collector = Collector(env, policy, frames_per_batch=LANES * STEPS, exploration_type=kind)
+    batch = next(iter(collector))
+    assert stages_of(collector) == ("TorchStage", "CategoricalStage")
+    counts = chosen(batch["action"])
+    assert counts[1] == 0
+    assert counts[0] > 0
+    assert batch["action_log_prob"].isfinite().all()
+
+
+BAD_LOGITS = [(math.nan, 0.0, 0.0), (0.0, math.inf, 0.0), (-math.inf,) * 3]
+
+
+@pytest.mark.parametrize("values", BAD_LOGITS, ids=["nan", "inf", "all masked"])
+@pytest.mark.parametrize("options", [{}, {"fast_policy": False}], ids=["fast", "slow"])
+@pytest.mark.parametrize("return_log_prob", [True, False])
+def test_logits_without_probabilities_are_refused(values: Any, options: Any, return_log_prob: bool) -> None:
+    policy = discrete(net=Logits(0.0, 0.0, 0.0), return_log_prob=return_log_prob)
+    collector = Collector(WaveEnv(), policy, frames_per_batch=18, **options)
+    policy[0].module.values = torch.tensor(values)
+    with pytest.raises(ValueError, match="logits|Expected parameter"):
+        next(iter(collector))
+
+
+def test_a_diverged_policy_is_told_which_parameters_are_wrong() -> None:
+    policy = discrete()
+    collector = Collector(WaveEnv(), policy, frames_per_batch=18)
+    policy[0].module[0].weight.data.fill_(math.nan)
+    with pytest.raises(ValueError, match="'logits'.*NaN"):
+        next(iter(collector))
+
+
+@pytest.mark.parametrize("family", [D.Normal, TanhNormal])
+@pytest.mark.parametrize(("loc", "scale", "key"), [(math.nan, 1.0, "loc"), (0.0, math.nan, "scale"), (0.0, -1.0, "scale")])
+def test_a_normal_with_wrong_parameters_is_refused(family: Any, loc: float, scale: float, key: str) -> None:
+    values = [0.0, 1.0]
+    policy = continuous(family, lambda x: tuple(torch.full_like(x[..., :AXES], value) for value in values))
+    collector = Collector(WaveEnv(CONTINUOUS), policy, frames_per_batch=18)
+    values[:] = [loc, scale]
+    with pytest.raises(ValueError, match=f"'{key}'"):
+        next(iter(collector))
+
+
+# -- exact log-probs -------------------------------------------------------------------------------------------------------
+
+
+def test_log_probs_of_a_squashed_normal_are_exact_where_it_saturates() -> None:
+    """There, the action alone no longer tells which unsquashed value it came from."""
+    policy = continuous(net=lambda x: (torch.full_like(x[..., :AXES], 8.0), torch.full_like(x[..., :AXES], 2.0)))
+    torch.manual_seed(7)
+    batch = collect(policy, WaveEnv(CONTINUOUS))
+    torch.manual_seed(7)
+    noise = torch.randn(6, 3, AXES).transpose(0, 1).double()
+    ends = torch.tensor(-1.0).double(), torch.tensor(1.0).double()
+    scale = torch.full_like(noise, 2.0)
+    wanted = squashed_log_prob(8.0 + 2.0 * noise, noise, scale, *ends).sum(-1)
+    assert_same(batch["action_log_prob"], wanted)
+    assert (batch["action"] == 1.0).any()
+
+
+def test_a_scalar_action_of_a_single_lane() -> None:
+    batch = collect(discrete(), WaveEnv(lengths=[4], batch_size=()))
+    assert batch["action"].shape == (6,)
+    assert batch["action_log_prob"].shape == (6,)

@@ -1,0 +1,340 @@
+"""What goes wrong in an env, a policy or a hook reaches the user as it is, and leaves nothing open behind it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDictBase
+
+from swath.collectors import Collector
+from swath.envs import GymEnv, SerialEnv
+from swath.errors import ClosedError, NotANumberWarning, ShapeError
+from swath.testing import CountingEnv, CountingGymEnv, FaultyError, FaultyGymEnv
+
+HAS_NOTES = sys.version_info >= (3, 11)
+
+
+def with_fault(lane: int = 1, lanes: int = 3, **fault: Any) -> tuple[SerialEnv, list[CountingGymEnv]]:
+    """Counting envs, of which the one of `lane` goes wrong."""
+    envs = [FaultyGymEnv(lane=i, **fault) if i == lane else CountingGymEnv(lane=i) for i in range(lanes)]
+    return SerialEnv(lanes, [lambda env=env: GymEnv(env) for env in envs]), envs
+
+
+def notes(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+def assert_is_shut_down(collector: Collector, envs: list[CountingGymEnv] = ()) -> None:  # type: ignore[assignment]
+    assert collector.closed
+    assert collector.env.is_closed
+    assert all(env.is_closed for env in envs)
+    collector.shutdown()
+    assert collector.next() is None
+    assert list(collector) == []
+    with pytest.raises(ClosedError):
+        collector.rollout()
+
+
+Drive = Callable[[Collector], Any]
+DRIVES: dict[str, Drive] = {
+    "for": lambda collector: list(collector),
+    "next": lambda collector: [collector.next() for _ in range(9)],
+    "rollout": lambda collector: [collector.rollout() for _ in range(9)],
+}
+
+
+@pytest.mark.parametrize("drive", sorted(DRIVES))
+@pytest.mark.parametrize("where", ["step", "reset"])
+def test_an_env_that_raises(where: str, drive: str) -> None:
+    env, envs = with_fault(where=where, at=3)
+    collector = Collector(env, None, frames_per_batch=12, total_frames=120)
+    with pytest.raises(FaultyError) as caught:
+        DRIVES[drive](collector)
+    assert caught.value.lane == 1
+    assert str(caught.value) == "the env of lane 1 fails at step 3, as it was told"
+    if HAS_NOTES:
+        assert f"{where}(" in notes(caught.value)
+        assert "lane 1" in notes(caught.value)
+    assert_is_shut_down(collector, envs)
+
+
+def test_an_env_that_raises_in_the_first_reset() -> None:
+    env, envs = with_fault(where="reset", at=1)
+    with pytest.raises(FaultyError) as caught:
+        Collector(lambda: env, None, frames_per_batch=12)
+    if HAS_NOTES:
+        assert "lane 1" in notes(caught.value)
+    assert all(env.is_closed for env in envs)
+
+
+def test_an_env_that_raises_while_it_is_made() -> None:
+    with pytest.raises(FaultyError):
+        Collector(lambda: GymEnv(FaultyGymEnv(where="init", at=1)), None, frames_per_batch=12)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("drive", sorted(DRIVES))
+def test_an_interrupt_inside_a_step(kind: type[BaseException], drive: str) -> None:
+    class Interrupted(CountingGymEnv):
+        def step(self, action: Any) -> Any:
+            if self.count == 2:
+                raise kind
+            return super().step(action)
+
+    env = Interrupted()
+    collector = Collector(GymEnv(env), None, frames_per_batch=12)
+    with pytest.raises(kind):
+        DRIVES[drive](collector)
+    assert_is_shut_down(collector, [env])
+
+
+class PolicyError(Exception):
+    pass
+
+
+def test_a_policy_that_raises() -> None:
+    calls = 0
+
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        nonlocal calls
+        calls += 1
+        if calls > 20:
+            raise PolicyError("in call 21")
+        return td.set("action", torch.zeros(*td.batch_size, 2))
+
+    env = CountingGymEnv()
+    collector = Collector(GymEnv(env), policy, frames_per_batch=12)
+    with pytest.raises(PolicyError, match="in call 21"):
+        list(collector)
+    assert_is_shut_down(collector, [env])
+
+
+def test_a_policy_that_raises_in_its_first_call() -> None:
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        raise PolicyError("at once")
+
+    env = CountingGymEnv()
+    with pytest.raises(PolicyError, match="at once"):
+        Collector(lambda: GymEnv(env), policy, frames_per_batch=12)
+    assert env.is_closed
+
+
+class HookError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", ["pre_collect_hook", "post_collect_hook", "postproc"])
+@pytest.mark.parametrize("drive", ["for", "next"])
+def test_a_hook_that_raises(name: str, drive: str) -> None:
+    calls = 0
+
+    def hook(batch: Any = None) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise HookError(name)
+        return batch
+
+    env = CountingGymEnv()
+    collector = Collector(GymEnv(env), None, frames_per_batch=4, total_frames=40, **{name: hook})
+    with pytest.raises(HookError, match=name):
+        DRIVES[drive](collector)
+    assert_is_shut_down(collector, [env])
+
+
+def test_an_interruptor_that_raises() -> None:
+    class Broken:
+        def collection_stopped(self) -> bool:
+            raise HookError("stop")
+
+    env = CountingGymEnv()
+    collector = Collector(GymEnv(env), None, frames_per_batch=4, interruptor=Broken())
+    with pytest.raises(HookError, match="stop"):
+        list(collector)
+    assert_is_shut_down(collector, [env])
+
+
+def test_an_env_that_fails_to_close_does_not_hide_why_it_was_closed() -> None:
+    class Stubborn(FaultyGymEnv):
+        def close(self) -> None:
+            raise OSError("will not close")
+
+    collector = Collector(GymEnv(Stubborn(at=3)), None, frames_per_batch=4)
+    with pytest.raises(FaultyError):
+        list(collector)
+    assert collector.closed
+    collector.shutdown()
+    honest = Collector(GymEnv(Stubborn(at=10**9)), None, frames_per_batch=4)
+    with pytest.raises(OSError, match="will not close"):
+        honest.shutdown()
+    honest.shutdown()
+
+
+def test_random_generators_are_put_back_after_an_error() -> None:
+    env, _ = with_fault(at=3)
+    collector = Collector(env, None, frames_per_batch=12)
+    collector.set_seed(1)
+    before = torch.get_rng_state()
+    with pytest.raises(FaultyError):
+        list(collector)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("uses_next", [False, True])
+def test_a_forgotten_collector_closes_its_env(uses_next: bool) -> None:
+    env = CountingGymEnv()
+    collector = Collector(GymEnv(env), None, frames_per_batch=4)
+    if uses_next:
+        collector.next()
+    else:
+        for _ in collector:
+            break
+    del collector
+    gc.collect()
+    assert env.is_closed
+
+
+def test_leaving_a_loop_by_an_error_of_ones_own_leaves_the_collector_usable() -> None:
+    env = CountingGymEnv(lengths=100)
+    collector = Collector(GymEnv(env), None, frames_per_batch=4)
+
+    def train() -> None:
+        for _ in collector:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert not env.is_closed
+    batch = collector.next()
+    assert batch is not None
+    assert batch.get("observation")[:, 2].tolist() == [4, 5, 6, 7]
+    collector.shutdown()
+
+
+# -- wrong values ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fault", "key"), [("nan", "observation"), ("nan_reward", "reward")])
+@pytest.mark.parametrize("options", [{}, {"compact_obs": True}], ids=["", "compact_obs"])
+def test_nan_is_told_once_with_key_and_lane(fault: str, key: str, options: dict[str, Any]) -> None:
+    class Again(FaultyGymEnv):
+        """Fails in every episode."""
+
+        def reset(self, **options: Any) -> Any:
+            self.calls["step"] = 0
+            return super().reset(**options)
+
+    envs = [CountingGymEnv(0), Again(lane=1, fault=fault, at=3)]
+    collector = Collector(
+        SerialEnv(2, [lambda env=env: GymEnv(env) for env in envs]),
+        None,
+        frames_per_batch=8,
+        total_frames=200,
+        **options,
+    )
+    with pytest.warns(NotANumberWarning) as caught:
+        batches = list(collector)
+    (warning,) = [w for w in caught if w.category is NotANumberWarning]
+    assert "lane 1" in str(warning.message)
+    assert repr(key) in str(warning.message)
+    assert len(batches) == 25, "it is delivered as it is"
+    assert collector.stats()["frames"] == 200
+
+
+def test_nan_in_the_first_observation_of_an_episode_is_told() -> None:
+    env, _ = with_fault(lane=2, fault="nan", where="reset", at=2)
+    with pytest.warns(NotANumberWarning, match="lane 2"):
+        list(Collector(env, None, frames_per_batch=30, total_frames=60))
+
+
+def test_nan_in_two_keys_is_told_for_each() -> None:
+    envs = [FaultyGymEnv(lane=0, fault="nan", at=3), FaultyGymEnv(lane=1, fault="nan_reward", at=20)]
+    collector = Collector(
+        SerialEnv(2, [lambda env=env: GymEnv(env) for env in envs]), None, frames_per_batch=8, total_frames=80
+    )
+    with pytest.warns(NotANumberWarning) as caught:
+        list(collector)
+    told = [str(w.message) for w in caught if w.category is NotANumberWarning]
+    assert ["lane 0" in told[0], "lane 1" in told[1], len(told)] == [True, True, 2]
+
+
+def test_a_nan_reward_spoils_only_its_own_episode() -> None:
+    env, _ = with_fault(lane=0, lanes=1, fault="nan_reward", at=3)
+    collector = Collector(env, None, frames_per_batch=10, total_frames=40)
+    with pytest.warns(NotANumberWarning):
+        list(collector)
+    returns = list(collector._loop.stats.returns)
+    assert np.isnan(returns[0])
+    assert returns[1:] == [15.0] * 7
+
+
+def test_honest_envs_warn_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(Collector(CountingEnv((2,)), None, frames_per_batch=8, total_frames=40))
+
+
+@pytest.mark.parametrize("where", ["step", "reset"])
+def test_a_wrong_shape_names_key_and_both_shapes(where: str) -> None:
+    env, envs = with_fault(fault="shape", where=where, at=3)
+    collector = Collector(env, None, frames_per_batch=12, total_frames=120)
+    with pytest.raises(ShapeError, match=r"lane 1 .*'observation'.*\(4,\).*\(3,\)"):
+        list(collector)
+    assert_is_shut_down(collector, envs)
+
+
+@pytest.mark.parametrize("where", ["step", "reset"])
+def test_a_wrong_dtype_is_an_error(where: str) -> None:
+    env, envs = with_fault(fault="dtype", where=where, at=3)
+    collector = Collector(env, None, frames_per_batch=12, total_frames=120)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        list(collector)
+    if HAS_NOTES:
+        assert "lane 1" in str(caught.value) + notes(caught.value)
+    assert_is_shut_down(collector, envs)
+
+
+def test_a_policy_whose_shape_changes_is_an_error() -> None:
+    calls = 0
+
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        nonlocal calls
+        calls += 1
+        return td.set("action", torch.zeros(*td.batch_size, 2 if calls < 9 else 3))
+
+    collector = Collector(CountingEnv((2,)), policy, frames_per_batch=12)
+    with pytest.raises(ShapeError, match=r"policy gave 'action' of shape \(2, 3\), but \(2, 2\)"):
+        list(collector)
+    assert collector.closed
+
+
+class Misshapen(CountingEnv):
+    """A custom env whose entry `key` has one number too many in the `at`-th step."""
+
+    def __init__(self, key: str, at: int) -> None:
+        super().__init__((2,))
+        self.key, self.at, self.steps = key, at, 0
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        answer = super()._step(tensordict)
+        self.steps += 1
+        if self.steps == self.at:
+            value = answer.get(self.key)
+            answer = answer.exclude(self.key)
+            return answer.set(self.key, torch.cat([value, value[..., :1]], -1))
+        return answer
+
+
+def test_a_custom_env_of_the_wrong_shape() -> None:
+    collector = Collector(Misshapen("observation", 3), None, frames_per_batch=12)
+    with pytest.raises(ShapeError, match=r"'observation' of shape \(2, 4\), but \(2, 3\)"):
+        list(collector)
+    assert collector.closed
