@@ -175,9 +175,9 @@ class SurfaceChecker:
     def _check_values(self, td: TensorDictBase, source: str) -> None:
         """Are the encoded observations within the limits of their spaces?"""
         for entry in self.env.observations.entries:
-            value = td.get(entry.key)
             key, space = entry.key, entry.space
-            if value.is_floating_point() and bool(value.isnan().any()):
+            value = td.get(key).cpu().numpy()
+            if value.dtype.kind == "f" and np.isnan(value).any():
                 self.findings.problem(
                     (key, "nan"),
                     f"{source} returned NaN in {key!r}. Look for a division by zero, a root or logarithm of something "
@@ -186,12 +186,12 @@ class SurfaceChecker:
                 continue
             if isinstance(space, gs.Discrete | gs.MultiDiscrete):
                 continue  # held as indices or one-hot vectors, which are written by swath itself
-            low, high = (torch.from_numpy(np.asarray(limit)).to(value.device) for limit in limits(space))
-            if bool(((value < low) | (value > high)).any()):
+            low, high = limits(space)
+            if ((value < low) | (value > high)).any():
                 self.findings.problem(
                     (key, "outside"),
                     f"{source} returned {key!r} outside of its space {space}: its values go from "
-                    f"{value.min().item():g} to {value.max().item():g}. Widen the bounds of the space, or clip them.",
+                    f"{value.min():g} to {value.max():g}. Widen the bounds of the space, or clip them.",
                 )
 
     # -- the rows ------------------------------------------------------------------------------------------------

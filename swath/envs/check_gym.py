@@ -93,7 +93,7 @@ class GymChecker:
     def _is_pair(self, answer: Any) -> bool:
         if not isinstance(answer, tuple) or len(answer) != 2:
             return False
-        return isinstance(answer[0], tuple) or not isinstance(self.space, gs.Tuple)
+        return not isinstance(self.space, gs.Tuple) or isinstance(answer[0], tuple) or isinstance(answer[1], dict)
 
     def _taken_apart(self, answer: Any) -> tuple[Any, Any, bool, bool]:
         findings = self.findings

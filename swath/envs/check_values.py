@@ -47,12 +47,18 @@ class Findings:
             raise
         except Exception as error:
             self.cause = self.cause or error
-            text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
             place = traceback.extract_tb(error.__traceback__)[-1]
             self.fatal(
                 (what, "raised"),
-                f"{what} raised {type(error).__name__} ({place.filename}:{place.lineno}): {text} {cure}",
+                f"{what} raised {type(error).__name__} ({place.filename}:{place.lineno}): {_text(error)} {cure}",
             )
+
+
+def _text(error: Exception) -> str:
+    """The error's message on one line, as a sentence."""
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    text = " ".join(text.split())
+    return text if text.endswith((".", "!", "?")) or not text else text + "."
 
 
 def same(one: Any, other: Any) -> bool:

@@ -27,7 +27,7 @@ from swath.keys import Key, as_path, is_private
 from swath.modules.plan import Plan, Planner, signature_of
 from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
-from swath.modules.stages import RandomStage, Stage
+from swath.modules.stages import EchoStage, RandomStage, Stage
 
 
 def as_policy(policy: Any, env: EnvBase) -> Any:
@@ -127,7 +127,9 @@ class PolicyRunner:
         self._planner = Planner(probe, present, self.outputs, device, fast, opaque)
         self._plan = Plan()
         self._signature: Any = None
-        self._random: list[Stage] = [RandomStage(env.actions, self.outputs)]
+        states = [read for read, _ in self.state]
+        given = [key for key in self.outputs.tensors if key in present.tensors and key not in states]
+        self._random: list[Stage] = [RandomStage(env.actions, self.outputs), EchoStage(present, self.outputs, given)]
         self._active: list[Stage] = []
 
     def exchange(self, policy: Any) -> None:

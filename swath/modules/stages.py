@@ -66,6 +66,20 @@ class RandomStage(Plain):
             target.copy_(drawn[t])
 
 
+class EchoStage(Plain):
+    """What is present, as it is: for observations that a policy writes over, when it does not act."""
+
+    def __init__(self, present: Rows, outputs: Rows, keys: Sequence[Key]) -> None:
+        """Copy `keys`, as far as the policy leaves them their shape."""
+        pairs = [(outputs.tensors[key], present.tensors[key]) for key in keys]
+        self._pairs = [(target, source) for target, source in pairs if target.shape == source.shape]
+
+    def run(self, t: int) -> None:
+        """Copy."""
+        for target, source in self._pairs:
+            target.copy_(source)
+
+
 class TorchStage(Plain):
     """A module called directly on tensors: what a TensorDictModule holds, without the TensorDict around it.
 

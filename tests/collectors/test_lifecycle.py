@@ -332,7 +332,7 @@ def test_ids_do_not_collide_with_those_before(make: Make, tmp_path: Any) -> None
 
 
 def test_the_random_stream_goes_on(make: Make, tmp_path: Any) -> None:
-    first = make(policy=actor())
+    first = make(policy=actor(), frames_per_batch=200)
     first.set_seed(3)
     first.next()
     state = saved(first, tmp_path)
@@ -340,12 +340,12 @@ def test_the_random_stream_goes_on(make: Make, tmp_path: Any) -> None:
     for _ in range(2):
         torch.manual_seed(0)  # none of the collector's business any more
         torch.rand(7)
-        other = make(policy=actor())
+        other = make(policy=actor(), frames_per_batch=200)
         other.load_state_dict(state)
         batches.append(other.next())
     assert torch.equal(batches[0]["action"], batches[1]["action"])
     assert torch.equal(batches[0]["logits"], batches[1]["logits"])
-    noise = make(policy=actor())
+    noise = make(policy=actor(), frames_per_batch=200)
     noise.set_seed(3)
     assert not torch.equal(noise.next()["action"], batches[0]["action"]), "the stream began anew"
 

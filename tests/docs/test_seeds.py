@@ -123,7 +123,7 @@ def test_four_complete_trajectories_with_a_mask() -> None:
         return loss
 
     names = run(TRAJECTORIES, my_policy=policy, compute_loss=compute_loss)
-    assert count > 10
+    assert count > 1
     assert names["collector"].stats()["policy_version"] == count
 
 

@@ -18,6 +18,8 @@ from swath.errors import ShapeError
 
 LANES = 3
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*Casting input x:UserWarning")
+
 
 def one(space: gs.Space[Any], **options: Any) -> tuple[EnvBase, list[PlaybackEnv]]:
     playback = PlaybackEnv(action_space=space)

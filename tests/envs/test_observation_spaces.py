@@ -31,7 +31,9 @@ def several(space: gs.Space[Any], **options: Any) -> tuple[EnvBase, list[Playbac
 
 
 def vector(space: gs.Space[Any], **options: Any) -> tuple[EnvBase, list[PlaybackEnv]]:
-    inner = SyncVectorEnv([partial(PlaybackEnv, space, number=lane) for lane in range(LANES)], autoreset_mode="Disabled")
+    inner = SyncVectorEnv(
+        [partial(PlaybackEnv, space, number=lane) for lane in range(LANES)], autoreset_mode="Disabled"
+    )
     return GymEnv(inner, **options), list(inner.envs)  # type: ignore[arg-type]
 
 
@@ -127,7 +129,7 @@ def test_names_that_would_overwrite_each_other_are_refused(name: str) -> None:
 
 
 def test_an_entry_inside_the_place_of_another_is_refused() -> None:
-    with pytest.raises(UnsupportedSpaceError, match="'arm/grip' of the action space.*'arm' of the observation space"):
+    with pytest.raises(UnsupportedSpaceError, match=r"'arm/grip' of the action space.*'arm' of the observation space"):
         GymEnv(PlaybackEnv(gs.Dict({"arm": gs.Discrete(2)}), gs.Dict({"arm": gs.Dict({"grip": gs.Discrete(2)})})))
 
 
@@ -155,7 +157,7 @@ def test_discrete_values_outside_of_the_space_do_not_wrap_around(space: Any, val
     playback = Spoilt(space)
     playback.spoilt = value
     env = GymEnv(playback, categorical_action_encoding=categorical)
-    with pytest.raises(ValueError, match="'observation' = .* not in its space"):
+    with pytest.raises(ValueError, match=r"'observation' = .* not in its space"):
         env.rand_step(env.reset())
 
 

@@ -97,7 +97,6 @@ class Reusing(CountingGymEnv):
         return self._buffer
 
 
-
 LAYOUTS: dict[str, Any] = {
     "one": lambda kind, make: GymEnv(make(0, [3, 4], kind)),
     "serial": lambda kind, make: SerialEnv(2, [partial(make, lane, [3, 4], kind) for lane in range(2)]),

@@ -92,7 +92,7 @@ def test_final_observations_are_true_in_every_mode(vector: Any, mode: AutoresetM
     with GymEnv(vector([make] * LANES, autoreset_mode=mode)) as env:
         env.set_seed(SEED)
         td = rolled_out(env, actions())
-        assert "collector" not in td.get(NEXT).keys()
+        assert td.get((NEXT, "collector"), None) is None
     assert_is_what_separate_envs_do(td, make, actions())
 
 

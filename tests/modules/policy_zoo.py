@@ -1,4 +1,4 @@
-"""Policies of every supported kind, an env to run them in, and a slow but sure way to tell what they should have done."""
+"""Policies of every supported kind, an env to run them in, and a slow but sure way to tell what they should do."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -87,7 +87,7 @@ class WaveEnv(EnvBase):
         return bool(over.any())
 
 
-# -- parts ---------------------------------------------------------------------------------------------------------
+# -- parts ----------------------------------------------------------------------------------------------------------
 
 
 def mlp(outputs: int, activation: nn.Module | None = None, bias: bool = True, inputs: int = SIZE) -> nn.Sequential:
@@ -194,7 +194,7 @@ def one_net_used_twice() -> nn.Module:
     return nn.Sequential(nn.Linear(SIZE, 8), activation, layer, activation, layer, activation, nn.Linear(8, CHOICES))
 
 
-# -- the zoo -------------------------------------------------------------------------------------------------------
+# -- the zoo --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,9 @@ DETERMINISTIC = {
     "gelu": Case(lambda: module(mlp(CHOICES, nn.GELU())), ("TorchStage",)),
     "no bias": Case(lambda: module(mlp(CHOICES, bias=False))),
     "one layer": Case(lambda: module(nn.Linear(SIZE, CHOICES))),
-    "nested sequential": Case(lambda: module(nn.Sequential(nn.Identity(), nn.Sequential(mlp(8), nn.ReLU()), mlp(3, inputs=8)))),
+    "nested sequential": Case(
+        lambda: module(nn.Sequential(nn.Identity(), nn.Sequential(mlp(8), nn.ReLU()), mlp(CHOICES, inputs=8)))
+    ),
     "layers used twice": Case(lambda: module(one_net_used_twice())),
     "own forward": Case(lambda: module(OwnForward()), ("TorchStage",)),
     "plain module": Case(lambda: mlp(CHOICES)),
@@ -245,15 +247,14 @@ DETERMINISTIC = {
     "function of two tensors": Case(
         lambda: lambda speed, place: place[..., :CHOICES] * speed[..., :1], ("TorchStage",), observations=NESTED
     ),
-    "function of a TensorDict": Case(lambda: lambda td: td.set("action", td["observation"][..., :CHOICES]), ("TensorDictStage",)),
+    "function of a TensorDict": Case(
+        lambda: lambda td: td.set("action", td["observation"][..., :CHOICES]), ("TensorDictStage",)
+    ),
     "module of a TensorDict": Case(lambda: OnTensorDict(), ("TensorDictStage",)),
     "sequence": Case(in_sequence, ("MLPStage", "MLPStage")),
     "sequence that hides": Case(lambda: hiding(in_sequence(), "action"), ("MLPStage", "MLPStage")),
     "module that hides": Case(
-        lambda: hiding(
-            TensorDictModule(lambda x: (x[..., :3].cos(), x.sin()), in_keys=["observation"], out_keys=["action", "extra"]),
-            "action",
-        ),
+        lambda: hiding(TensorDictModule(lambda x: (x[..., :3], x.sin()), ["observation"], ["action", "x"]), "action"),
         ("TensorDictStage",),
     ),
     "nested observation": Case(
@@ -284,7 +285,8 @@ STOCHASTIC = {
     "normal": _continuous(lambda: continuous(D.Normal)),
     "normal with separate extractor": _continuous(separate_extractor, "MLPStage", "MLPStage", "NormalStage"),
     "normal with another mapping": _continuous(
-        lambda: continuous(D.Normal, nn.Sequential(mlp(2 * AXES), NormalParamExtractor("exp"))), "TorchStage", "NormalStage"
+        lambda: continuous(D.Normal, nn.Sequential(mlp(2 * AXES), NormalParamExtractor("exp"))),
+        "TorchStage", "NormalStage",
     ),
     "normal with a floor": _continuous(
         lambda: continuous(D.Normal, nn.Sequential(mlp(2 * AXES), NormalParamExtractor(scale_lb=0.9)))
@@ -305,7 +307,7 @@ ZOO = DETERMINISTIC | STOCHASTIC
 WAYS: dict[str, dict[str, Any]] = {"fast": {}, "slow": {"fast_policy": False}, "trusted": {"trust_policy": True}}
 
 
-# -- the truth -----------------------------------------------------------------------------------------------------
+# -- the truth ------------------------------------------------------------------------------------------------------
 
 
 NOT_THE_POLICYS = (
@@ -344,7 +346,9 @@ def replay(policy: Any, batch: TensorDictBase, kind: InteractionType | None = In
 
 
 def assert_same(found: Tensor, wanted: Tensor, tolerance: float = 1e-5, name: Any = "") -> None:
-    torch.testing.assert_close(found, wanted.to(found.dtype), rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")
+    torch.testing.assert_close(
+        found, wanted.to(found.dtype), rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}"
+    )
 
 
 def assert_agrees(policy: Any, batch: TensorDictBase, tolerance: float = 1e-5) -> None:

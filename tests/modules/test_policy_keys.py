@@ -13,6 +13,7 @@ from policy_zoo import (
     MIXED,
     NESTED,
     SIZE,
+    WAYS,
     WaveEnv,
     assert_agrees,
     assert_same,
@@ -41,7 +42,6 @@ from torch import distributions as D
 from swath.collectors import Collector
 from swath.errors import PolicyError
 
-WAYS: dict[str, dict[str, Any]] = {"fast": {}, "slow": {"fast_policy": False}, "trusted": {"trust_policy": True}}
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 
 
@@ -51,7 +51,7 @@ def assert_policy_agrees(policy: Any, way: dict[str, Any], env: WaveEnv | None =
     return batch
 
 
-# -- what a module is called with --------------------------------------------------------------------------------------
+# -- what a module is called with -----------------------------------------------------------------------------------
 
 
 def by_keyword(*, left: Tensor, right: Tensor) -> Tensor:
@@ -92,14 +92,14 @@ def test_a_nested_observation_given_whole(way: dict[str, Any]) -> None:
     assert_policy_agrees(policy, way, WaveEnv(DISCRETE, NESTED))
 
 
-# -- what it returns -----------------------------------------------------------------------------------------------------
+# -- what it returns ------------------------------------------------------------------------------------------------
 
 
 @each_way
 def test_ignored_results(way: dict[str, Any]) -> None:
     policy = TensorDictModule(lambda x: (x, x[..., :CHOICES], x), ["observation"], ["_", "action", "_"])
     batch = assert_policy_agrees(policy, way)
-    assert "_" not in batch.keys()
+    assert "_" not in set(batch.keys())
 
 
 @each_way
@@ -135,7 +135,11 @@ def test_nested_out_keys(way: dict[str, Any]) -> None:
     policy = ProbabilisticTensorDictSequential(
         TensorDictModule(mlp(CHOICES), ["observation"], [logits]),
         ProbabilisticTensorDictModule(
-            {"logits": logits}, ["action"], distribution_class=D.Categorical, return_log_prob=True, log_prob_key=log_prob
+            {"logits": logits},
+            ["action"],
+            distribution_class=D.Categorical,
+            return_log_prob=True,
+            log_prob_key=log_prob,
         ),
     )
     batch = assert_policy_agrees(policy, way)
@@ -145,11 +149,11 @@ def test_nested_out_keys(way: dict[str, Any]) -> None:
 def test_private_entries_are_used_but_not_delivered() -> None:
     policy = TensorDictSequential(module(mlp(8), "_features"), module(nn.Linear(8, CHOICES), "action", "_features"))
     batch = collect(policy)
-    assert not [key for key in batch.keys() if key.startswith("_")]
+    assert not [key for key in set(batch.keys()) if key.startswith("_")]
     assert_same(batch["action"], replay(policy, batch)["action"])
 
 
-# -- undeclared and optional ---------------------------------------------------------------------------------------------
+# -- undeclared and optional ----------------------------------------------------------------------------------------
 
 
 class Secretive(TensorDictModuleBase):
@@ -194,7 +198,7 @@ def test_a_part_that_changes_in_place_what_others_made(way: dict[str, Any]) -> N
 @each_way
 def test_a_policy_that_writes_its_action_undeclared(way: dict[str, Any]) -> None:
     class Undeclared(TensorDictModuleBase):
-        in_keys, out_keys = ["observation"], ["value"]  # noqa: RUF012
+        in_keys, out_keys = ["observation"], ["value"]
 
         def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
             tensordict["value"] = tensordict["observation"][..., :1]
@@ -232,7 +236,7 @@ def test_parts_that_may_be_left_out(way: dict[str, Any]) -> None:
         module(mlp(CHOICES)), module(nn.Linear(5, 1), "value", "of another env"), partial_tolerant=True
     )
     batch = assert_policy_agrees(policy, way)
-    assert "value" not in batch.keys()
+    assert "value" not in set(batch.keys())
 
 
 @each_way
@@ -251,7 +255,18 @@ def test_a_key_that_is_written_twice_with_the_same_shape(way: dict[str, Any]) ->
     assert_policy_agrees(policy, way)
 
 
-# -- sampling ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("policy", [
+    lambda td: td.set("action", td["observation"][..., :CHOICES]).clone(),
+    TensorDictSequential(module(lambda x: x * 10, "observation"), module(mlp(CHOICES))),
+], ids=["copied", "written over"])  # fmt: skip
+def test_random_frames_have_observations_too(policy: Any) -> None:
+    """Also where the policy gives back copies of them, or others."""
+    batch = collect(policy, init_random_frames=100)
+    inside = ~batch["next", "done"][:, :-1, 0]
+    assert_same(batch["observation"][:, 1:][inside], batch["next", "observation"][:, :-1][inside])
+
+
+# -- sampling -------------------------------------------------------------------------------------------------------
 
 
 class Overriding(nn.Module):
@@ -296,7 +311,7 @@ def test_log_probs_may_be_overwritten_by_later_parts(way: dict[str, Any]) -> Non
 @each_way
 def test_log_probs_may_be_read_by_later_parts_that_do_not_say_so(way: dict[str, Any]) -> None:
     class Reader(TensorDictModuleBase):
-        in_keys, out_keys = [], ["doubled"]  # noqa: RUF012
+        in_keys, out_keys = [], ["doubled"]
 
         def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
             return tensordict.set("doubled", tensordict["action_log_prob"] * 2)
@@ -376,9 +391,7 @@ def test_aggregated_log_probs(way: dict[str, Any]) -> None:
     with set_composite_lp_aggregate(True):
         single = discrete()
         batch = collect(single, **way)
-        assert_same(
-            batch["sample_log_prob"], D.Categorical(logits=batch["logits"]).log_prob(batch["action"])
-        )
+        assert_same(batch["sample_log_prob"], D.Categorical(logits=batch["logits"]).log_prob(batch["action"]))
         several = composite()
         batch = collect(several, WaveEnv(MIXED), **way)
         params = batch["params"]
@@ -387,7 +400,7 @@ def test_aggregated_log_probs(way: dict[str, Any]) -> None:
         assert_same(batch["sample_log_prob"], turn + push)
 
 
-# -- how it is run ---------------------------------------------------------------------------------------------------------
+# -- how it is run --------------------------------------------------------------------------------------------------
 
 
 def test_what_is_not_understood_costs_only_its_own_part() -> None:

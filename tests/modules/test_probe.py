@@ -158,7 +158,9 @@ class Stateless(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         flags = torch.zeros(3, 1, dtype=torch.bool)
-        return TensorDict({"observation": tensordict["observation"] + 1, "reward": torch.zeros(3, 1), "done": flags}, [3])
+        return TensorDict(
+            {"observation": tensordict["observation"] + 1, "reward": torch.zeros(3, 1), "done": flags}, [3]
+        )
 
 
 @pytest.mark.parametrize("way", [{}, {"trust_policy": True}], ids=["ordinary", "trusted"])

@@ -13,7 +13,6 @@ from policy_zoo import (
     DISCRETE,
     MIXED,
     STOCHASTIC,
-    Case,
     WaveEnv,
     assert_same,
     collect,
@@ -91,7 +90,7 @@ def test_draws_are_independent_over_lanes_steps_and_batches(name: str) -> None:
         assert abs((one * other).mean()) < 4 / math.sqrt(one.numel())
 
 
-# -- seeds -----------------------------------------------------------------------------------------------------------
+# -- seeds ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
@@ -108,7 +107,7 @@ def test_the_noise_depends_on_torchs_seed(name: str) -> None:
     assert not (run(1) == run(2)).all()
 
 
-# -- unusual parameters --------------------------------------------------------------------------------------------------
+# -- unusual parameters ---------------------------------------------------------------------------------------------
 
 
 class Logits(nn.Module):
@@ -146,7 +145,7 @@ def test_logits_without_probabilities_are_refused(values: Any, options: Any, ret
     policy = discrete(net=Logits(0.0, 0.0, 0.0), return_log_prob=return_log_prob)
     collector = Collector(WaveEnv(), policy, frames_per_batch=18, **options)
     policy[0].module.values = torch.tensor(values)
-    with pytest.raises(ValueError, match="logits|Expected parameter"):
+    with pytest.raises(ValueError, match=r"logits|Expected parameter"):
         next(iter(collector))
 
 
@@ -154,12 +153,14 @@ def test_a_diverged_policy_is_told_which_parameters_are_wrong() -> None:
     policy = discrete()
     collector = Collector(WaveEnv(), policy, frames_per_batch=18)
     policy[0].module[0].weight.data.fill_(math.nan)
-    with pytest.raises(ValueError, match="'logits'.*NaN"):
+    with pytest.raises(ValueError, match=r"'logits'.*NaN"):
         next(iter(collector))
 
 
 @pytest.mark.parametrize("family", [D.Normal, TanhNormal])
-@pytest.mark.parametrize(("loc", "scale", "key"), [(math.nan, 1.0, "loc"), (0.0, math.nan, "scale"), (0.0, -1.0, "scale")])
+@pytest.mark.parametrize(
+    ("loc", "scale", "key"), [(math.nan, 1.0, "loc"), (0.0, math.nan, "scale"), (0.0, -1.0, "scale")]
+)
 def test_a_normal_with_wrong_parameters_is_refused(family: Any, loc: float, scale: float, key: str) -> None:
     values = [0.0, 1.0]
     policy = continuous(family, lambda x: tuple(torch.full_like(x[..., :AXES], value) for value in values))
@@ -169,7 +170,7 @@ def test_a_normal_with_wrong_parameters_is_refused(family: Any, loc: float, scal
         next(iter(collector))
 
 
-# -- exact log-probs -------------------------------------------------------------------------------------------------------
+# -- exact log-probs ------------------------------------------------------------------------------------------------
 
 
 def test_log_probs_of_a_squashed_normal_are_exact_where_it_saturates() -> None:

@@ -1,0 +1,180 @@
+"""check_env on custom envs: written with TensorDicts or on rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces as gs
+from tensordict import TensorDict, TensorDictBase
+
+from swath.envs import EnvBase, Rows, check_env
+from swath.errors import EnvCheckError, EnvCheckWarning
+from swath.keys import RESET
+
+
+class Walk(EnvBase):
+    """A random walk of each lane; nothing is wrong with it."""
+
+    def __init__(self, batch_size: tuple[int, ...] = (2,)) -> None:
+        super().__init__(gs.Box(-100, 100, (1,), np.float32), gs.Discrete(2), batch_size=batch_size)
+        self.random = torch.Generator()
+        self.state = torch.zeros(*batch_size, 1)
+        self.count = torch.zeros(*batch_size, 1)
+
+    def _set_seed(self, seed: int) -> None:
+        self.random.manual_seed(seed)
+
+    def _reset(self, tensordict: TensorDictBase) -> TensorDictBase:
+        chosen = tensordict.get(RESET, torch.ones(*self.batch_size, 1, dtype=torch.bool))
+        noise = torch.randn(self.state.shape, generator=self.random)
+        self.state = torch.where(chosen, noise, self.state)
+        self.count = torch.where(chosen, 0, self.count)
+        return TensorDict({"observation": self.state}, batch_size=self.batch_size)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self.state = self.state + 0.5
+        self.count = self.count + 1
+        return TensorDict(
+            {"observation": self.state, "reward": self.count, "terminated": self.count >= 5}, batch_size=self.batch_size
+        )
+
+
+def changed(where: str, **entries: Any) -> EnvBase:
+    """A walk whose `_reset` or `_step` returns other entries; None leaves one out."""
+
+    class Changed(Walk):
+        def _changed(self, td: TensorDictBase) -> TensorDictBase:
+            for name, change in entries.items():
+                if change is None:
+                    td = td.exclude(name)
+                else:
+                    td.set(name, change(td.get(name, None)))
+            return td
+
+        def _reset(self, tensordict: TensorDictBase) -> TensorDictBase:
+            answer = super()._reset(tensordict)
+            return self._changed(answer) if where == "reset" else answer
+
+        def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+            answer = super()._step(tensordict)
+            return self._changed(answer) if where == "step" else answer
+
+    return Changed()
+
+
+def problems(env: Any) -> list[str]:
+    with pytest.raises(EnvCheckError) as caught:
+        check_env(env, steps=30)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("batch_size", [(), (1,), (2,), (2, 3)])
+def test_nothing_is_wrong_with_a_sound_env(batch_size: tuple[int, ...], recwarn: pytest.WarningsRecorder) -> None:
+    check_env(lambda: Walk(batch_size))
+    assert [str(w.message) for w in recwarn if w.category is EnvCheckWarning] == []
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        (changed("reset", observation=None), "_reset returned no 'observation'"),
+        (changed("step", observation=None), "_step returned no 'observation'"),
+        (changed("step", reward=None), "_step returned no 'reward'"),
+        (changed("step", terminated=None), "_step returned none of"),
+        (changed("reset", observation=lambda o: o.repeat(1, 2)), r"\(2, 2\), but \(2, 1\) was expected"),
+        (changed("step", observation=lambda o: o.repeat(1, 2)), r"\(2, 2\), but \(2, 1\) was expected"),
+        (changed("step", reward=lambda r: r.repeat(1, 2)), "'reward' of shape"),
+        (
+            changed("reset", observation=lambda o: o.double()),
+            "_reset returned 'observation' as torch.float64.*Convert",
+        ),
+        (changed("step", observation=lambda o: o.double()), "_step returned 'observation' as torch.float64"),
+        (changed("step", terminated=lambda t: t.float()), "'terminated' as torch.float32, not as torch.bool"),
+        (changed("step", reward=lambda r: r * torch.nan), "reward that is not finite"),
+        (changed("step", observation=lambda o: o * torch.nan), "NaN in 'observation'"),
+        (changed("step", observation=lambda o: o + 200), "outside of its space .*values go from"),
+    ],
+)
+def test_each_mistake_is_told(env: EnvBase, told: str) -> None:
+    found = problems(env)
+    assert len(found) == 1, found
+    assert re.search(told, found[0]), found
+
+
+def test_something_else_than_a_tensordict() -> None:
+    class Plain(Walk):
+        def _step(self, tensordict: TensorDictBase) -> Any:
+            return {"observation": self.state}
+
+    assert "_step returned dict, not a TensorDict" in problems(Plain())[0]
+
+
+def test_an_env_that_lacks_a_method() -> None:
+    class Half(EnvBase):
+        def _reset(self, tensordict: TensorDictBase) -> TensorDictBase:
+            return TensorDict({"observation": torch.tensor([1, 0])})
+
+    found = problems(Half(gs.Discrete(2), gs.Discrete(2)))
+    assert "NotImplementedError" in found[0]
+    assert "Half has neither _step nor step_into" in found[0]
+
+
+def test_a_seed_that_is_not_heeded() -> None:
+    class Unseeded(Walk):
+        def _set_seed(self, seed: int) -> None:
+            pass
+
+    [found] = problems(Unseeded())
+    assert "the seed is not heeded. Override _set_seed" in found
+
+
+def test_entries_that_no_space_has_are_doubtful() -> None:
+    with pytest.warns(EnvCheckWarning, match="'extra', which is not in the observation space"):
+        check_env(changed("step", extra=lambda _: torch.zeros(2, 1)))
+
+
+def test_a_reset_of_one_lane_that_resets_all_is_doubtful() -> None:
+    class All(Walk):
+        def _reset(self, tensordict: TensorDictBase) -> TensorDictBase:
+            return super()._reset(TensorDict({}, batch_size=self.batch_size))
+
+    with pytest.warns(EnvCheckWarning, match="After a reset of lane 0 alone, the other lanes went on differently"):
+        check_env(All())
+
+
+class OnRows(EnvBase):
+    """Counts on rows."""
+
+    def __init__(self, tells: bool = True, clears: bool = True) -> None:
+        super().__init__(gs.Box(0, 10, (1,), np.float32), gs.Discrete(2), batch_size=(2,))
+        self.tells, self.clears = tells, clears
+
+    def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
+        out.arrays["observation"][list(lanes)] = 0
+        if self.clears:
+            out.arrays["terminated"][list(lanes)] = False
+
+    def step_into(self, action: Rows, out: Rows) -> bool:
+        out.arrays["observation"] += 1
+        out.arrays["reward"][:] = 1
+        ended = out.arrays["observation"] >= [[4], [6]]
+        out.arrays["terminated"][:] = ended | (out.arrays["terminated"] & (not self.clears))
+        return bool(out.arrays["terminated"].any()) if self.tells else None  # type: ignore[return-value]
+
+
+def test_a_sound_env_on_rows_passes() -> None:
+    check_env(OnRows())
+
+
+def test_step_into_must_tell_of_ends() -> None:
+    [found] = problems(OnRows(tells=False))
+    assert "step_into returned None although the flags say that the lanes [0] ended" in found
+
+
+def test_flags_that_are_never_taken_back() -> None:
+    assert any("ended in its first step" in found for found in problems(OnRows(clears=False)))

@@ -1,0 +1,418 @@
+"""check_env on gymnasium envs: sound ones pass, and each mistake is told in a sentence with its cure."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces as gs
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from space_zoo import SPACES
+
+from swath.envs import GymEnv, SerialEnv, check_env
+from swath.errors import EnvCheckError, EnvCheckWarning, SwathError
+from swath.testing import CountingGymEnv, CountingVectorEnv
+
+
+class Sound(gym.Env[Any, Any]):
+    """A random walk: nothing is wrong with it."""
+
+    observation_space: gs.Space[Any] = gs.Box(-100, 100, (2,), np.float32)
+    action_space: gs.Space[Any] = gs.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self.state = self.np_random.normal(size=2).astype(np.float32)
+        self.count = 0
+        return self.state.copy(), {}
+
+    def step(self, action: Any) -> Any:
+        self.state = self.state + self.np_random.normal(size=2).astype(np.float32)
+        self.count += 1
+        return self.state.copy(), float(self.count), self.count >= 6, False, {}
+
+
+def problems(env: Any, **options: Any) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EnvCheckWarning)
+        with pytest.raises(EnvCheckError) as caught:
+            check_env(env, **options)
+    assert str(caught.value).count("\n") == len(caught.value.problems)
+    return caught.value.problems
+
+
+SOUND: dict[str, Any] = {
+    "custom": Sound,
+    "instance": lambda: Sound(),
+    "CartPole": partial(gym.make, "CartPole-v1"),
+    "Pendulum": partial(gym.make, "Pendulum-v1"),
+    "Taxi": partial(gym.make, "Taxi-v4"),
+    "Blackjack, with a Tuple": partial(gym.make, "Blackjack-v1"),
+    "GymEnv": partial(GymEnv, "CartPole-v1", num_envs=2),
+    "SerialEnv": lambda: SerialEnv(2, lambda: GymEnv("Acrobot-v1")),
+    "sync, next step": lambda: SyncVectorEnv([Sound] * 2),
+    "sync, same step": lambda: SyncVectorEnv([Sound] * 2, autoreset_mode=AutoresetMode.SAME_STEP),
+    "sync, disabled": lambda: SyncVectorEnv([Sound] * 2, autoreset_mode=AutoresetMode.DISABLED),
+    "async": lambda: AsyncVectorEnv([Sound] * 2),
+    "entry point": lambda: gym.make_vec("CartPole-v1", num_envs=3, vectorization_mode="vector_entry_point"),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_nothing_is_wrong_with_sound_envs(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    check_env(SOUND[name], steps=40)
+    check_env(SOUND[name], steps=5, seed=3)
+    assert [str(w.message) for w in recwarn if w.category is EnvCheckWarning] == []
+
+
+@pytest.mark.filterwarnings("ignore:.*Casting input x:UserWarning")
+@pytest.mark.parametrize("role", ["observation_space", "action_space"])
+@pytest.mark.parametrize("name", SPACES)
+def test_all_spaces_pass(name: str, role: str) -> None:
+    class Sampling(Sound):
+        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            gym.Env.reset(self, seed=seed)
+            if seed is not None:
+                self.observation_space.seed(seed)
+            self.count = 0
+            return self.observation_space.sample(), {}
+
+        def step(self, action: Any) -> Any:
+            assert self.action_space.contains(action)
+            self.count += 1
+            return self.observation_space.sample(), 1.0, self.count >= 3, False, {}
+
+    setattr(Sampling, role, SPACES[name])
+    check_env(Sampling(), steps=8)
+
+
+def returning(**parts: Any) -> type[Sound]:
+    """A sound env of whose step (or reset) one part is replaced."""
+
+    class Replaced(Sound):
+        def reset(self, **options: Any) -> Any:
+            observation, info = super().reset(**options)
+            return parts.get("observation", lambda o: o)(observation), parts.get("info", info)
+
+        def step(self, action: Any) -> Any:
+            observation, reward, terminated, truncated, info = super().step(action)
+            return (
+                parts.get("observation", lambda o: o)(observation),
+                parts.get("reward", reward),
+                parts["terminated"](terminated) if "terminated" in parts else terminated,
+                parts.get("truncated", truncated),
+                parts.get("info", info),
+            )
+
+    return Replaced
+
+
+def boxed(low: float, high: float, shape: tuple[int, ...], dtype: Any) -> dict[str, Any]:
+    return {"observation_space": gs.Box(low, high, shape, dtype)}
+
+
+def with_space(env: type[Sound], space: gs.Space[Any]) -> Any:
+    return type("Spaced", (env,), {"observation_space": space})
+
+
+DICT = gs.Dict({"a": gs.Box(-100, 100, (2,), np.float32), "b": gs.Discrete(3)})
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "shape": (
+        returning(observation=lambda o: o[:1]),
+        r"observation of shape \(1,\).*has the shape \(2,\).*correct",
+    ),
+    "float64": (
+        returning(observation=lambda o: o.astype(np.float64)),
+        r"dtype float64.*has float32.*astype\(np\.float32",
+    ),
+    "float for int": (
+        with_space(Sound, gs.Box(-100, 100, (2,), np.int64)),
+        r"dtype float32.*has int64.*without loss.*correct the space's dtype",
+    ),
+    "bounds": (
+        with_space(Sound, gs.Box(-0.1, 0.1, (2,))),
+        r"outside of its space: .* at \(\d,\), (below|above) the limit",
+    ),
+    "nan": (
+        returning(observation=lambda o: o * np.nan),
+        r"NaN in observation, at \(0,\)\. Look for a division by zero",
+    ),
+    "not a dict": (
+        with_space(Sound, DICT),
+        r"as an array of shape \(2,\).*is a Dict\. Return a dict with.*\['a', 'b'\]",
+    ),
+    "missing key": (
+        with_space(returning(observation=lambda o: {"a": o}), DICT),
+        r"without the key 'b'.*take it out of the space",
+    ),
+    "further key": (
+        with_space(returning(observation=lambda o: {"a": o, "b": 1, "c": 2}), DICT),
+        r"with the key 'c'.*would be dropped.*Add it",
+    ),
+    "value in dict": (
+        with_space(returning(observation=lambda o: {"a": o, "b": 3}), DICT),
+        r"observation\['b'\] = 3, outside of its space Discrete\(3\), which goes from 0 to 2",
+    ),
+    "not an integer": (
+        with_space(returning(observation=lambda o: 1.0), gs.Discrete(2)),
+        r"float 1\.0.*holds integers.*int\(",
+    ),
+    "not a tuple": (
+        with_space(Sound, gs.Tuple((gs.Discrete(2), gs.Discrete(2)))),
+        r"is a Tuple of 2\. Return a tuple",
+    ),
+    "multi-discrete": (
+        with_space(returning(observation=lambda o: np.array([0, 5])), gs.MultiDiscrete([2, 2])),
+        r"5 at \(1,\), above the limit 1",
+    ),
+    "multi-binary": (
+        with_space(returning(observation=lambda o: np.array([0, -1], np.int8)), gs.MultiBinary(2)),
+        r"-1 at \(1,\), below the limit 0",
+    ),
+    "reward of shape 1": (returning(reward=np.ones(1)), r"reward as ndarray of shape \(1,\), not as a number.*float\("),
+    "no reward": (returning(reward=None), r"reward as NoneType \(None\), not as a number"),
+    "reward nan": (returning(reward=float("nan")), r"the reward nan\. Look for"),
+    "reward infinite": (returning(reward=float("inf")), r"the reward inf\. Look for"),
+    "terminated": (returning(terminated=int), r"terminated as int \(0\), not as bool\. Return bool\(terminated\)"),
+    "truncated": (returning(truncated=None), r"truncated as NoneType \(None\), not as bool"),
+    "info": (returning(info=[]), r"reset\(\) returned info as list, not as dict\. Return \{\}"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_each_mistake_is_told_once(name: str) -> None:
+    env, told = MISTAKES[name]
+    found = problems(env)
+    assert len([problem for problem in found if re.search(told, problem)]) == 1, found
+    assert all(problem.endswith((".", ")")) for problem in found)
+    assert len(found) == 1, found
+
+
+def test_an_env_of_the_old_gym_hears_all_at_once() -> None:
+    class Old(gym.Env[Any, Any]):
+        observation_space = gs.Box(-1, 1, (2,), np.float32)
+        action_space = gs.Discrete(2)
+
+        def reset(self) -> Any:  # type: ignore[override]
+            return np.zeros(2, np.float32)
+
+        def step(self, action: Any) -> Any:
+            return np.zeros(2, np.float32), 0.0, False, {}
+
+    found = "\n".join(problems(Old()))
+    assert "reset(seed=0) raised TypeError" in found
+    assert "Declare reset(self, *, seed=None, options=None)" in found
+    assert "reset() returned ndarray, not the pair (observation, info)" in found
+    assert "step() returned four values" in found
+
+
+def test_a_seed_that_is_not_heeded() -> None:
+    class Unseeded(Sound):
+        def reset(self, **options: Any) -> Any:
+            super().reset(**options)
+            self.state = np.random.default_rng().normal(size=2).astype(np.float32)
+            return self.state.copy(), {}
+
+    [found] = problems(Unseeded)
+    assert "Two resets with seed 0 gave different observations" in found
+    assert "self.np_random" in found
+
+
+def test_randomness_from_elsewhere_in_step() -> None:
+    class Elsewhere(Sound):
+        def step(self, action: Any) -> Any:
+            if self.count == 3:
+                self.state += np.random.default_rng().normal(size=2).astype(np.float32)
+            return super().step(action)
+
+    [found] = problems(Elsewhere, seed=4)
+    assert "Two runs with seed 4 and the same actions differ from step 4 on" in found
+
+
+def test_counting_envs_remember_earlier_episodes() -> None:
+    assert "different observations" in problems(CountingGymEnv())[0]
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_an_exception_is_told_with_its_place(where: str) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise ZeroDivisionError("by nothing")
+
+    env = Sound()
+    setattr(env, where, fail)
+    with pytest.raises(EnvCheckError) as caught:
+        check_env(env)
+    [found] = caught.value.problems
+    assert f"{where}(" in found
+    assert "raised ZeroDivisionError" in found
+    assert "test_check_gym.py" in found
+    assert "by nothing" in found
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_an_action_that_is_not_accepted() -> None:
+    class Picky(Sound):
+        def step(self, action: Any) -> Any:
+            assert action != 1, "no such action"
+            return super().step(action)
+
+    [found] = problems(Picky)
+    assert "AssertionError" in found
+    assert "step() must accept every action of action_space" in found
+
+
+def test_an_end_that_is_not_taken_back() -> None:
+    class Ended(Sound):
+        over = False
+
+        def step(self, action: Any) -> Any:
+            observation, reward, terminated, truncated, info = super().step(action)
+            self.over = self.over or terminated
+            return observation, reward, self.over, truncated, info
+
+    assert any("The first episode took 6 steps, but each of the" in found for found in problems(Ended))
+
+
+@pytest.mark.parametrize("name", ["observation_space", "action_space"])
+@pytest.mark.parametrize(
+    ("space", "told"), [(None, "not a gymnasium space"), (gs.Text(3), "cannot be held in tensors")]
+)
+def test_spaces_that_do_not_do(name: str, space: Any, told: str) -> None:
+    [found] = problems(type("Spaceless", (Sound,), {name: space}))
+    assert told in found
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"), [((1, 2, 3), "step() returned tuple instead of the five values"), (None, "NoneType instead of")]
+)
+def test_a_step_that_returns_something_else(answer: Any, told: str) -> None:
+    class Strange(Sound):
+        def step(self, action: Any) -> Any:
+            return answer
+
+    [found] = problems(Strange)
+    assert told in found
+
+
+class Aliasing(Sound):
+    def reset(self, **options: Any) -> Any:
+        super().reset(**options)
+        self.buffer = self.state.copy()
+        return self.buffer, {}
+
+    def step(self, action: Any) -> Any:
+        self.buffer[:], *rest = super().step(action)
+        return self.buffer, *rest
+
+
+class Grabbing(Sound):
+    action_space = gs.Box(-1, 1, (2,), np.float32)
+
+    def step(self, action: Any) -> Any:
+        action *= 2
+        return super().step(action)
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        (Aliasing, "returns the same array every time"),
+        (Grabbing, "changed the action it was given"),
+        (returning(observation=list), "as list .* converted in every step. Return np.array"),
+    ],
+)
+def test_what_is_only_doubtful_is_warned_of(env: Any, told: str) -> None:
+    with pytest.warns(EnvCheckWarning, match=told) as caught:
+        check_env(env)
+    assert len([w for w in caught if w.category is EnvCheckWarning]) == 1
+
+
+def test_the_error_lists_all_problems_by_number() -> None:
+    env = returning(reward=None, info=3, observation=lambda o: o[:1])
+    with pytest.raises(EnvCheckError) as caught:
+        check_env(env)
+    assert isinstance(caught.value, SwathError)
+    assert isinstance(caught.value, ValueError)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("check_env found 3 problems in <Replaced")
+    assert [line[:3] for line in lines[1:]] == ["1. ", "2. ", "3. "]
+
+
+def test_what_a_factory_made_is_closed() -> None:
+    made = []
+
+    def make() -> Any:
+        made.append(CountingGymEnv())
+        return made[-1]
+
+    with pytest.raises(EnvCheckError):
+        check_env(make)
+    assert [env.is_closed for env in made] == [True]
+    env = CountingGymEnv()
+    with pytest.raises(EnvCheckError):
+        check_env(env)
+    assert not env.is_closed
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        check_env(Sound, steps=0)
+    with pytest.raises(TypeError, match="got str"):
+        check_env("CartPole-v1")
+
+
+# -- vector envs
+
+
+class Vector(CountingVectorEnv):
+    """A counting vector env that can be seeded: it counts from episode 0 again."""
+
+    answer: Any = staticmethod(lambda *parts: parts)
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
+        if seed is not None:
+            self._episode[:] = -1
+        return super().reset(seed=seed, options=options)
+
+    def step(self, actions: Any) -> Any:
+        return self.answer(*super().step(actions))
+
+
+def vector_with(answer: Any, **metadata: Any) -> Any:
+    body = {"answer": staticmethod(answer), "metadata": {"autoreset_mode": AutoresetMode.NEXT_STEP, **metadata}}
+    return type("Changed", (Vector,), body)(2, lengths=[[3], [4]])
+
+
+def test_a_sound_vector_env_passes() -> None:
+    check_env(vector_with(lambda *parts: parts))
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        (vector_with(lambda o, r, *rest: (o, r[:, None], *rest)), r"reward of shape \(2, 1\).*shape \(2,\)"),
+        (vector_with(lambda o, r, t, *rest: (o, r, t.astype(int), *rest)), "terminated of shape .*int64.*one bool"),
+        (vector_with(lambda o, *rest: (o[:1], *rest)), "without a lane 1 .*leading dimension num_envs=2"),
+        (vector_with(lambda o, *rest: (o[:, :2], *rest)), r"observation of shape \(2,\)"),
+        (vector_with(lambda o, r, *rest: (o, r * np.nan, *rest)), "the reward nan"),
+        (vector_with(lambda *parts: parts[:4]), "must return .*five"),
+        (vector_with(lambda o, r, *rest: (o, r + 1, *rest)), "says NEXT_STEP, but .*gave a reward"),
+        (vector_with(lambda *parts: parts, autoreset_mode=AutoresetMode.SAME_STEP), "no 'final_obs'"),
+        (Vector.__mro__[1](2), "Two resets with seed 0"),
+    ],
+)
+def test_mistakes_of_vector_envs(env: Any, told: str) -> None:
+    found = problems(env)
+    assert re.search(told, found[0]), found
+
+
+def test_a_vector_env_that_says_no_mode_is_doubtful() -> None:
+    env = vector_with(lambda *parts: parts)
+    env.metadata = {}
+    with pytest.warns(EnvCheckWarning, match="no 'autoreset_mode'"):
+        check_env(env)

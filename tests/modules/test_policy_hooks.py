@@ -1,0 +1,137 @@
+"""Hooks, forwards that only one module has, and autocast: the modules are then called as they are, and only then."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from policy_zoo import CHOICES, WaveEnv, assert_agrees, assert_same, collect, discrete, mlp, replay, stages_of
+from torch import Tensor, nn
+
+from swath.collectors import Collector
+
+FAST = ("MLPStage", "CategoricalStage")
+SLOW = ("TensorDictStage",)
+
+
+def layers(policy: Any) -> Any:
+    """Linear, activation, linear."""
+    return policy[0].module
+
+
+class Counter:
+    """A hook that counts its calls, and lets be what it sees, or puts something in its place."""
+
+    def __init__(self, change: Callable[..., Any] | None = None) -> None:
+        self.calls, self.change = 0, change
+
+    def __call__(self, *seen: Any) -> Any:
+        self.calls += 1
+        return None if self.change is None else self.change(*seen)
+
+
+def double_the_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def halve_the_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (args[0] / 2,)
+
+
+HOOKED: dict[str, Callable[[Any], nn.Module]] = {
+    "the policy": lambda policy: policy,
+    "a part": lambda policy: policy[0],
+    "the network": lambda policy: policy[0].module,
+    "a layer": lambda policy: policy[0].module[0],
+    "the sampler": lambda policy: policy[1],
+}
+
+
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+@pytest.mark.parametrize("where", HOOKED.values(), ids=HOOKED.keys())
+def test_hooks_are_called_once_per_step(where: Callable[[Any], nn.Module], kind: str) -> None:
+    policy = discrete()
+    collector = Collector(WaveEnv(), policy, frames_per_batch=18)
+    batches = iter(collector)
+    next(batches)
+    counter = Counter()
+    handle = getattr(where(policy), kind)(counter)
+    batch = next(batches)
+    assert counter.calls == 6
+    assert stages_of(collector) == SLOW
+    handle.remove()
+    assert_agrees(policy, batch)
+    assert_agrees(policy, next(batches))
+    assert counter.calls == 6
+    assert stages_of(collector) == FAST
+
+
+def test_hooks_may_change_what_passes() -> None:
+    policy = discrete()
+    batches = iter(Collector(WaveEnv(), policy, frames_per_batch=18))
+    next(batches)
+    layers(policy).register_forward_hook(double_the_output)
+    assert_agrees(policy, next(batches))
+    layers(policy)[0].register_forward_pre_hook(halve_the_input)
+    assert_agrees(policy, next(batches))
+
+
+def test_hooks_that_are_there_from_the_beginning_are_called_in_the_probe_too() -> None:
+    policy, counter = discrete(), Counter()
+    handles = [where(policy).register_forward_hook(counter) for where in HOOKED.values()]
+    collector = Collector(WaveEnv(), policy, frames_per_batch=18)
+    assert counter.calls == len(handles)
+    batch = next(iter(collector))
+    assert counter.calls == 7 * len(handles)
+    assert_agrees(policy, batch)
+    for handle in handles:
+        handle.remove()
+    assert_agrees(policy, next(iter(collector)))
+    assert stages_of(collector) == FAST
+
+
+def test_a_hook_on_the_whole_may_add_an_entry() -> None:
+    policy = discrete()
+    policy.register_forward_hook(lambda module, args, out: out.set("value", out["logits"].sum(-1, keepdim=True)))
+    batch = collect(policy)
+    assert_same(batch["value"], batch["logits"].sum(-1, keepdim=True))
+
+
+def test_global_hooks_are_called() -> None:
+    collector = Collector(WaveEnv(), discrete(), frames_per_batch=18)
+    batches = iter(collector)
+    counter = Counter()
+    with nn.modules.module.register_module_forward_hook(counter):
+        next(batches)
+    assert stages_of(collector) == SLOW
+    assert counter.calls > 0
+    next(batches)
+    assert stages_of(collector) == FAST
+
+
+@pytest.mark.parametrize("where", [layers, lambda policy: layers(policy)[1]], ids=["network", "layer"])
+def test_a_forward_that_only_one_module_has(where: Callable[[Any], nn.Module]) -> None:
+    policy = discrete()
+    batches = iter(Collector(WaveEnv(), policy, frames_per_batch=18))
+    next(batches)
+    changed, forward = where(policy), where(policy).forward
+    changed.forward = lambda x: forward(x) + 1  # type: ignore[method-assign]
+    assert_agrees(policy, next(batches))
+    del changed.forward
+    assert_agrees(policy, next(batches))
+
+
+@pytest.mark.parametrize("is_made_inside", [True, False])
+@pytest.mark.parametrize("make", [discrete, lambda: discrete(net=nn.Sequential(mlp(CHOICES), nn.GELU()))])
+def test_autocast(make: Callable[[], Any], is_made_inside: bool) -> None:
+    policy = make()
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_made_inside):
+        collector = Collector(WaveEnv(), policy, frames_per_batch=18)
+    batches = iter(collector)
+    with torch.autocast("cpu", torch.bfloat16):
+        batch = next(batches)
+        wanted = replay(policy, batch)["logits"]
+    assert wanted.dtype is torch.bfloat16
+    assert batch["logits"].dtype is torch.float32  # numpy, which batches are made with, has no bfloat16
+    assert torch.equal(batch["logits"], wanted.float())
+    assert_agrees(policy, next(batches))
