@@ -36,7 +36,7 @@ class ClosedError(SwathError, RuntimeError):
 
 
 class EndlessError(SwathError, RuntimeError, TypeError):
-    """An endless collector was asked for its length. A TypeError too, which `list()` expects where there is none."""
+    """A collector was asked for a length that it has not. A TypeError too, which `list()` expects where there is none."""
 
 
 class EnvCheckError(SwathError, ValueError):

@@ -107,9 +107,11 @@ class BaseCollector(IterableDataset[Any], ABC):
         return batch
 
     def __len__(self) -> int:
-        """Number of batches; endless collectors have none."""
+        """Number of batches; endless collectors have none, and nobody knows ahead how many episodes there will be."""
         if self.config.total_frames < 0:
             raise EndlessError("An endless collector (total_frames=-1) has no length.")
+        if self.config.trajs_per_batch is not None:
+            raise EndlessError("How many batches of whole episodes there will be is not known: there is no length.")
         return -(-self.config.total_frames // self.requested_frames_per_batch)
 
     @property

@@ -121,7 +121,8 @@ def signature_of(policy: Any) -> tuple[Any, ...]:
     if not isinstance(policy, nn.Module):
         return (interaction_type(),)
     modules = tuple(policy.modules())  # themselves, not their ids: these may be given to others later
-    weights = tuple((weight.shape, weight.dtype, weight.device) for weight in policy.parameters())
+    made = (weight for weight in policy.parameters() if not nn.parameter.is_lazy(weight))
+    weights = tuple((weight.shape, weight.dtype, weight.device) for weight in made)
     return (interaction_type(), is_altered(policy), modules, weights, tuple(map(_settings_of, modules)))
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import InteractionType, set_interaction_type
+from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor, nn
 
 from swath.envs.base import EnvBase
@@ -128,7 +130,9 @@ class Probe:
         request = TensorDict(nest(inputs), batch_size=self._present.batch_size, device=self._device)
         before = _leaves(request)
         watch = Watch(None if self._opaque else self._policy)
-        with torch.no_grad(), without_trace(self._policy), watch.looking():
+        # Every distribution can be sampled; many have nothing to offer for tensordict's default, a deterministic value.
+        kind = interaction_type() or InteractionType.RANDOM
+        with torch.no_grad(), set_interaction_type(kind), without_trace(self._policy), watch.looking():
             try:
                 answer = ask(self._policy, request)
             except Exception as error:
@@ -176,7 +180,8 @@ class Probe:
 
 
 def _keys_of(policy: Any, attribute: str) -> list[Key]:
-    return [as_key(key) for key in getattr(policy, attribute, None) or ()]
+    keys = getattr(policy, attribute, None) or ()
+    return [keys] if isinstance(keys, str) else [as_key(key) for key in keys]
 
 
 def _leaves(tensordict: TensorDictBase) -> dict[Key, Tensor]:

@@ -94,7 +94,8 @@ class TorchStage(Plain):
         device: torch.device | None,
     ) -> None:
         """Call what `part` holds with `inputs`; its results, one per key, go to `outputs`."""
-        self._part = part
+        self._call = part.module if part.method is None else getattr(part.module, part.method)
+        self._names, self._options = part._kwargs, part.method_kwargs
         self._inputs = tuple(inputs)
         self._outputs = outputs
         self._keys = tuple(as_key(key) for key in part.out_keys)
@@ -102,12 +103,12 @@ class TorchStage(Plain):
 
     def run(self, t: int) -> None:
         """Call the module and keep its results."""
-        device, names = self._device, self._part._kwargs
+        device = self._device
         inputs = [x.clone() if device is None else x.to(device) for x in self._inputs]
-        if names is None:
-            results = self._part._call_module(inputs)
+        if self._names is None:
+            results = self._call(*inputs, **self._options)
         else:
-            results = self._part._call_module((), **dict(zip(names, inputs, strict=True)))
+            results = self._call(**dict(zip(self._names, inputs, strict=True)), **self._options)
         if isinstance(results, Mapping | TensorDictBase):
             results = tuple(results[key] for key in self._keys)
         elif not isinstance(results, tuple):

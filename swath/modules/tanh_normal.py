@@ -26,6 +26,10 @@ def squashed_log_prob(u: Tensor, z: Tensor, scale: Tensor, low: Tensor, high: Te
     return normal - slope
 
 
+class NoMeanError(NotImplementedError, AttributeError):
+    """There is no mean. torch raises the one, and what older versions of tensordict expect is the other."""
+
+
 class TanhNormal(D.Distribution):
     """A normal variable squashed by tanh into `[low, high]`; the last dimension is one event.
 
@@ -99,4 +103,4 @@ class TanhNormal(D.Distribution):
     @property
     def mean(self) -> Tensor:
         """There is no closed form; tensordict then estimates it from samples."""
-        raise NotImplementedError("The mean of TanhNormal has no closed form; use the median or sample it.")
+        raise NoMeanError("The mean of TanhNormal has no closed form; use the median or sample it.")

@@ -18,10 +18,16 @@ def without_trace(policy: Any) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
-        stack.enter_context(torch.random.fork_rng())
+        # Of devices that nobody has used there is nothing to put back.
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        stack.enter_context(torch.random.fork_rng(devices))
         for module in policy.modules() if isinstance(policy, nn.Module) else ():
             for name, buffer in module._buffers.items():
-                if buffer is not None and not nn.parameter.is_lazy(buffer):
+                if buffer is None:
+                    continue
+                if nn.parameter.is_lazy(buffer):
+                    stack.callback(_begin_anew, module)
+                else:
                     stack.callback(_put_back, module, name, buffer, buffer.clone())
             for generator in _generators(module):
                 stack.callback(generator.set_state, generator.get_state())
@@ -33,6 +39,12 @@ def _put_back(module: nn.Module, name: str, buffer: Tensor, value: Tensor) -> No
     with torch.no_grad():
         buffer.copy_(value)
     module._buffers[name] = buffer
+
+
+def _begin_anew(module: nn.Module) -> None:
+    """A lazy module gets its buffers in its first call, and at once puts into them what it sees."""
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        module.reset_running_stats()
 
 
 def _generators(module: nn.Module) -> list[torch.Generator]:

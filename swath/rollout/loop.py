@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
@@ -85,21 +86,18 @@ class RolloutLoop:
         self.stats = RolloutStats()
         self.randomness = Randomness(settings.policy_device)
         self.lanes = Lanes(env, limit=settings.max_frames_per_traj, worker=settings.worker)
-        self.replace_policy(policy)
+        with self._exploring():
+            self.policy = PolicyRunner(
+                policy,
+                env,
+                self.lanes.present,
+                device=settings.policy_device,
+                fast=settings.fast_policy,
+                opaque=settings.opaque_policy,
+            )
+        self.lanes.attach(self.policy.state, self.policy.outputs)
         self.arena = Arena(self._leaves(), env.batch_size, env.rows_device)
         self._warned: set[Key] = set()
-
-    def replace_policy(self, policy: Any) -> None:
-        """Act with `policy` from the next slot on; it must write the same entries."""
-        self.policy = PolicyRunner(
-            policy,
-            self.env,
-            self.lanes.present,
-            device=self.settings.policy_device,
-            fast=self.settings.fast_policy,
-            opaque=self.settings.opaque_policy,
-        )
-        self.lanes.attach(self.policy.state, self.policy.outputs)
 
     def collect(self, slot: Slot, *, random: bool = False) -> Receipt:
         """Fill `slot` with consecutive steps of every lane; with `random` actions if so asked."""
@@ -107,7 +105,7 @@ class RolloutLoop:
         policy, env, lanes = self.policy, self.env, self.lanes
         interruptor, single = self.settings.interruptor, lanes.count == 1
         steps, in_policy, in_env = 0, 0.0, 0.0
-        with torch.no_grad(), set_interaction_type(self.settings.exploration), self.randomness.applied():
+        with torch.no_grad(), self._exploring(), self.randomness.applied():
             acted = policy.begin(slot.steps, self.randomness.generator, random)
             before = self._pairs(slot, lanes.present, self._seen)
             behind = self._pairs(slot, policy.outputs, acted) + self._pairs(slot, lanes.out, self._told, after)
@@ -131,9 +129,14 @@ class RolloutLoop:
                 steps = t + 1
                 if interruptor is not None and interruptor.collection_stopped():
                     break
-            receipt = self._complete(slot, steps, acted, random)
+            receipt = self._complete(slot, steps)
         self.stats.timings.add(in_env, in_policy, perf_counter() - begun)
         return receipt
+
+    def _exploring(self) -> AbstractContextManager[Any]:
+        """The exploration type that was asked for; without one, the user's own context stays as it is."""
+        kind = self.settings.exploration
+        return nullcontext() if kind is None else set_interaction_type(kind)
 
     # -- the layout --------------------------------------------------------------------------------------------
 
@@ -143,7 +146,7 @@ class RolloutLoop:
         observations = self.env.observation_keys
         reads = [read for read, written in self.policy.state if written != read]
         extras = [key for key in (STEP_COUNT, IS_INIT) if key in lanes.present.tensors]
-        self._seen: list[Key] = [*observations, *extras, *reads]
+        self._seen: list[Key] = [key for key in (*observations, *extras, *reads) if key not in outputs.tensors]
         self._told: list[Key] = [
             *(() if settings.compact_obs else observations),
             REWARD,
@@ -183,14 +186,10 @@ class RolloutLoop:
 
     # -- once per slot -----------------------------------------------------------------------------------------
 
-    def _complete(self, slot: Slot, steps: int, acted: Iterable[Key], random: bool) -> Receipt:
+    def _complete(self, slot: Slot, steps: int) -> Receipt:
         """Write what follows from the steps: log-probs, done, ids, counts, versions; count and check."""
         tensors, settings = slot.tensors, self.settings
-        if not random:
-            self.policy.finish(tensors, steps)
-        elif late := set(self.policy.outputs.tensors) - set(acted):
-            for key in late:
-                tensors[key].zero_()
+        self.policy.finish(tensors, steps)
         for key in FLAGS:  # a lane that has ended is restarted at once, so that no root is ever done
             tensors[key].zero_()
         done = torch.logical_or(tensors[after(TERMINATED)], tensors[after(TRUNCATED)], out=tensors[after(DONE)])

@@ -63,6 +63,8 @@ class CountingReference:
         self.next_id = worker << 40
         self.id = [self._new_id() for _ in range(lanes)]
         self.frames = 0
+        self.ended: list[int] = []
+        """Lengths of all episodes that came to their end, in order."""
         self.open: dict[int, list[Frame]] = {}
         self.complete: list[list[Frame]] = []
         """Whole episodes, in the order in which they ended."""
@@ -94,6 +96,7 @@ class CountingReference:
                 rows[lane].append(self._step(lane))
             ended = [lane for lane in range(self.lanes) if rows[lane][t].done]
             for lane in ended:
+                self.ended.append(self.step[lane])
                 self.id[lane] = self._new_id()
                 if self.idles and len(ended) < self.lanes:
                     self.pending[lane] = True

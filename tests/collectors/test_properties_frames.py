@@ -158,9 +158,29 @@ def test_every_frame_is_where_a_plain_simulation_says(scenario: Scenario) -> Non
             break
     stats = run.collector.stats()
     assert stats["frames"] == run.model.frames
-    idle = stats.get("idle_frames", 0)
-    assert (idle > 0) <= (scenario.layout == IDLING)
+    assert (stats.get("idle_frames", 0) > 0) <= (scenario.layout == IDLING)
+    ended = run.model.ended
+    assert stats["episodes"] == len(ended)
+    assert list(run.collector._loop.stats.lengths) == ended[-100:]
+    assert list(run.collector._loop.stats.returns) == [n * (n + 1) / 2 for n in ended[-100:]]
     run.collector.shutdown()
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_what_a_consumer_writes_into_a_batch_does_not_come_back(layout: str) -> None:
+    lengths = [[2, 5], [3], [4], [1]]
+    env = LAYOUTS[layout](2, lengths=lengths)
+    options = {} if layout == IDLING else {"max_frames_per_traj": 4}
+    collector = Collector(env, frames_per_batch=5 * env.num_lanes, **options)
+    model = CountingReference(env.num_lanes, lengths, limit=options.get("max_frames_per_traj"), idles=layout == IDLING)
+    for _ in range(6):
+        batch = collector.next()
+        assert batch is not None
+        assert_holds(batch, model.collect(5))
+        for value in batch.values(True, True):
+            value.fill_(1)
+        del batch, value
+    assert collector.stats()["slots_allocated"] == 1
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))

@@ -83,7 +83,7 @@ def scenarios(draw: Any) -> Scenario:
             "compact_obs": draw(st.booleans()),
         },
         stops=draw(st.lists(st.integers(1, steps), max_size=3)),
-        acts=draw(st.lists(act, max_size=6)),
+        acts=draw(st.lists(act, min_size=2, max_size=8)),
     )
 
 
@@ -261,6 +261,19 @@ def test_leaving_the_loop_early_leaves_finished_episodes_for_the_next() -> None:
     rest = list(collector)
     assert [int(batch.get("observation")[0, 1]) for batch in rest] == list(range(1, 10))
     assert collector.stats()["dropped_frames"] == 0
+
+
+def test_set_seed_gives_up_what_depends_on_the_past() -> None:
+    env = LAYOUTS["one gymnasium env"](1, lengths=2)
+    collector = Collector(env, frames_per_batch=21, trajs_per_batch=3, traj_format="cat")
+    collector.next()
+    assert collector.stats()["pending_frames"] == 7 * 2 + 1
+    collector.set_seed(0)
+    assert collector.stats()["pending_frames"] == 0
+    assert collector.stats()["dropped_frames"] == 7 * 2 + 1
+    batch = collector.next()
+    assert batch is not None
+    assert batch.get("observation")[:, 1].tolist() == [11, 11, 12, 12, 13, 13]
 
 
 def test_an_unfinished_episode_is_counted_as_dropped_at_the_end() -> None:

@@ -130,6 +130,7 @@ def test_seeded_at_the_start_two_collectors_agree_in_every_bit(policy: str, env:
     first.set_seed(5)
     torch.rand(7)  # what the trainer draws
     second.set_seed(5)
+    drawn = set()
     for _ in range(4):
         one = first.next()
         torch.rand(3)
@@ -137,6 +138,8 @@ def test_seeded_at_the_start_two_collectors_agree_in_every_bit(policy: str, env:
         assert one is not None
         assert two is not None
         same(one, two)
+        drawn.add(str(one.get("action").tolist()))
+    assert len(drawn) == 4, "every batch must have random numbers of its own"
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -264,7 +267,7 @@ def test_the_returned_seed_is_one_that_no_lane_has() -> None:
 
 def test_episodes_from_before_set_seed_are_not_delivered_after_it() -> None:
     def run(warm: int) -> list[TensorDictBase]:
-        collector = make("random", "SerialEnv", total_frames=24 * 40, trajs_per_batch=4, traj_format="cat")
+        collector = make("random", "SerialEnv", trajs_per_batch=4, traj_format="cat")
         for _ in range(warm):
             collector.next()
         collector.set_seed(2)

@@ -1,6 +1,7 @@
 """Policies of every supported kind, an env to run them in, and a slow but sure way to tell what they should do."""
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -304,6 +305,8 @@ STOCHASTIC = {
 """The tolerance of the squashed ones is for reading the unsquashed value off an action in single precision."""
 
 ZOO = DETERMINISTIC | STOCHASTIC
+HAS_GENERATORS = "generator" in inspect.signature(ProbabilisticTensorDictModule).parameters
+"""Whether samplers can be given a generator of their own: only since some version of tensordict."""
 WAYS: dict[str, dict[str, Any]] = {"fast": {}, "slow": {"fast_policy": False}, "trusted": {"trust_policy": True}}
 
 

@@ -152,6 +152,17 @@ def test_another_network_that_is_not_understood_runs_itself() -> None:
     assert stages_of(collector) == ("TorchStage", "CategoricalStage")
 
 
+def test_a_lazy_layer_that_is_put_in_later() -> None:
+    policy = discrete()
+    collector = Collector(WaveEnv(), policy, frames_per_batch=18)
+    batches = iter(collector)
+    next(batches)
+    layers(policy)[2] = nn.LazyLinear(CHOICES)
+    assert_agrees(policy, next(batches))
+    assert_agrees(policy, next(batches))
+    assert stages_of(collector) == FAST
+
+
 def test_a_replaced_part_is_used_only_if_the_sequence_uses_it() -> None:
     """tensordict's probabilistic sequences keep their first parts twice, and call those that cannot be replaced."""
     policy = discrete()

@@ -170,6 +170,17 @@ def test_a_normal_with_wrong_parameters_is_refused(family: Any, loc: float, scal
         next(iter(collector))
 
 
+def test_a_distribution_that_can_only_be_sampled() -> None:
+    """Its default, a deterministic value, is not asked for either when the policy is tried out."""
+
+    def family(loc: Tensor, scale: Tensor) -> D.Distribution:
+        return D.TransformedDistribution(D.Normal(loc, scale), [D.TanhTransform()])
+
+    policy = continuous(family, default_interaction_type=InteractionType.DETERMINISTIC)
+    batch = collect(policy, WaveEnv(CONTINUOUS))
+    assert (batch["action"].abs() < 1).all()
+
+
 # -- exact log-probs ------------------------------------------------------------------------------------------------
 
 

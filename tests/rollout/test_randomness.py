@@ -28,9 +28,12 @@ def test_seeded_the_stream_goes_on_whatever_happens_outside() -> None:
     one, two = Randomness(), Randomness()
     one.seed(3)
     two.seed(3)
+    seen: set[float] = set()
     for _ in range(3):
         before = torch.get_rng_state()
         first = drawn(one)
+        assert not seen & set(first), "the same numbers twice"
+        seen |= set(first)
         assert torch.equal(torch.get_rng_state(), before)
         torch.rand(5)
         assert drawn(two) == first
