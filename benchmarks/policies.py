@@ -20,9 +20,7 @@ from torch import nn
 
 def mlp(inputs: int, outputs: int) -> nn.Module:
     """obs-64-64-out with tanh."""
-    return nn.Sequential(
-        nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)
-    )
+    return nn.Sequential(nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))
 
 
 class _ToUnit(nn.Module):
@@ -47,9 +45,7 @@ def cnn(channels: int, outputs: int) -> nn.Module:
     )
 
 
-def actor(
-    net: nn.Module, action_high: float | None, tanh_normal: type | None
-) -> ProbabilisticTensorDictSequential:
+def actor(net: nn.Module, action_high: float | None, tanh_normal: type | None) -> ProbabilisticTensorDictSequential:
     """Network, distribution, sample and log-prob as one tensordict actor.
 
     `tanh_normal` is the contestant's own class, as each library ships one: with it the peer is

@@ -46,9 +46,7 @@ def _table(results: Results, workload: str) -> str:
     for name, series in results.series[workload].items():
         ratio = "" if name == "swath" else _ratio(results.ratio(workload, "swath", name))
         lines.append(f"| {name} | {_rate(series)} | {ratio} |")
-    notes = [
-        note for name, series in results.series[workload].items() for note in _notes(name, series)
-    ]
+    notes = [note for name, series in results.series[workload].items() for note in _notes(name, series)]
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 

@@ -100,18 +100,14 @@ def _names(known: dict[str, object]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",") if name.strip()]
         if unknown := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(
-                f"{', '.join(unknown)} not known; there are {', '.join(known)}"
-            )
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)} not known; there are {', '.join(known)}")
         return names
 
     return parse
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--workloads", type=_names(dict(WORKLOADS)), default=list(WORKLOADS), metavar="W1,W2")
     add("--contestants", type=_names(dict(CONTESTANTS)), default=list(CONTESTANTS), metavar="A,B")

@@ -54,9 +54,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload("W1", "CartPole-v1, 1 env", "CartPole-v1", 1, 1000, lambda: policies.mlp(4, 2)),
         Workload("W2", "CartPole-v1, 8 envs", "CartPole-v1", 8, 1024, lambda: policies.mlp(4, 2)),
         # two outputs for one action: loc and scale
-        Workload(
-            "W3", "Pendulum-v1, 8 envs", "Pendulum-v1", 8, 1024, lambda: policies.mlp(3, 2), 2.0
-        ),
+        Workload("W3", "Pendulum-v1, 8 envs", "Pendulum-v1", 8, 1024, lambda: policies.mlp(3, 2), 2.0),
         Workload("W6", "pixels 84x84x4, 8 envs", pixels.ENV_ID, 8, 512, lambda: policies.cnn(4, 6)),
     )
 }

@@ -36,7 +36,10 @@ class ClosedError(SwathError, RuntimeError):
 
 
 class EndlessError(SwathError, RuntimeError, TypeError):
-    """A collector was asked for a length that it has not. A TypeError too, which `list()` expects where there is none."""
+    """A collector was asked for a length that it has not.
+
+    A TypeError too: `list()` expects one where there is no length.
+    """
 
 
 class EnvCheckError(SwathError, ValueError):

@@ -58,7 +58,7 @@ def test_annotate_is_harmless_without_notes() -> None:
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("obervation", " Did you mean 'observation'?"), ("rewards", " Did you mean 'reward'?"), ("zzz", ""), ("", "")],
+    [("observatin", " Did you mean 'observation'?"), ("rewards", " Did you mean 'reward'?"), ("zzz", ""), ("", "")],
 )
 def test_suggestion(name: str, told: str) -> None:
     assert errors.suggestion(name, ["observation", "reward"]) == told

@@ -62,12 +62,8 @@ _ONE_ENV: dict[str, Variant] = {
     "compiled": Variant(collector={"compile_policy": True}),
     "no traj ids, compiled": Variant(collector={"track_traj_ids": False, "compile_policy": True}),
     "lean, compiled whole": Variant(collector={**_LEAN, "compile_policy": {"fullgraph": True}}),
-    "lean, no buffers, compiled": Variant(
-        collector={**_LEAN, "use_buffers": False, "compile_policy": True}
-    ),
-    "lean, same td, compiled": Variant(
-        collector={**_LEAN, "return_same_td": True, "compile_policy": True}
-    ),
+    "lean, no buffers, compiled": Variant(collector={**_LEAN, "use_buffers": False, "compile_policy": True}),
+    "lean, same td, compiled": Variant(collector={**_LEAN, "return_same_td": True, "compile_policy": True}),
 }
 
 _MANY_ENVS: dict[str, Variant] = {
@@ -84,12 +80,8 @@ _MANY_ENVS: dict[str, Variant] = {
     "vector, lean, same td": Variant(_DISABLED, {**_LEAN, "return_same_td": True}),
     "vector, lean, compact obs": Variant(_DISABLED, {**_LEAN, "compact_obs": True}),
     "vector, lean, compiled": Variant(_DISABLED, {**_LEAN, "compile_policy": True}),
-    "vector, lean, same td, compiled": Variant(
-        _DISABLED, {**_LEAN, "return_same_td": True, "compile_policy": True}
-    ),
-    "vector, lean, no buffers, compiled": Variant(
-        _DISABLED, {**_LEAN, "use_buffers": False, "compile_policy": True}
-    ),
+    "vector, lean, same td, compiled": Variant(_DISABLED, {**_LEAN, "return_same_td": True, "compile_policy": True}),
+    "vector, lean, no buffers, compiled": Variant(_DISABLED, {**_LEAN, "use_buffers": False, "compile_policy": True}),
 }
 
 

@@ -19,9 +19,7 @@ _KEYS: dict[str, str | tuple[str, str]] = {
 }
 
 
-def run_collector(
-    batches: Iterator[TensorDictBase], net: nn.Module, close: Callable[[], None]
-) -> Run:
+def run_collector(batches: Iterator[TensorDictBase], net: nn.Module, close: Callable[[], None]) -> Run:
     """A `Run` over an endless iterator of batches."""
     last: list[TensorDictBase] = []
 

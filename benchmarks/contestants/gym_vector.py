@@ -23,15 +23,11 @@ def build(workload: Workload) -> Run:
     sample = Sampler(workload, net).sample
     # copy=False: what the vector env returns is copied into the storage at once, so it may be its
     # buffer
-    envs = SyncVectorEnv(
-        [workload.make_env] * workload.num_envs, copy=False, autoreset_mode=AutoresetMode.SAME_STEP
-    )
+    envs = SyncVectorEnv([workload.make_env] * workload.num_envs, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
     start, _ = envs.reset(seed=0)
     storage = Storage(workload, start)
     observation_rows = storage.observation_rows
-    observations, actions, log_probs, next_observations, rewards, terminateds, truncateds = (
-        storage.arrays.values()
-    )
+    observations, actions, log_probs, next_observations, rewards, terminateds, truncateds = storage.arrays.values()
     observations[-1] = start
 
     @torch.inference_mode()

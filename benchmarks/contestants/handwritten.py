@@ -56,9 +56,7 @@ def build(workload: Workload) -> Run:
     lanes = list(enumerate(envs))
     storage = Storage(workload, start)
     observation_rows = storage.observation_rows
-    observations, actions, log_probs, next_observations, rewards, terminateds, truncateds = (
-        storage.arrays.values()
-    )
+    observations, actions, log_probs, next_observations, rewards, terminateds, truncateds = storage.arrays.values()
     observations[-1] = start
 
     @torch.inference_mode()

@@ -51,9 +51,7 @@ class SpecActions(ActionCodec):
             if generator is not None:
                 torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
             drawn = self._env.full_action_spec.expand(steps, *self._env.batch_size).rand()
-        return {
-            key: drawn.get(key).reshape(steps, lanes, *leaf.shape).to(leaf.dtype) for key, leaf in leaves.items()
-        }
+        return {key: drawn.get(key).reshape(steps, lanes, *leaf.shape).to(leaf.dtype) for key, leaf in leaves.items()}
 
 
 class TorchRLEnv(EnvBase):
@@ -139,5 +137,3 @@ def _leaves(spec: Any, batch_dims: int) -> dict[Key, Leaf]:
             raise UnsupportedEnvError(f"{key!r} has the spec {inner}, which is no tensor of one fixed shape.")
         leaves[as_key(key)] = Leaf(tuple(inner.shape[batch_dims:]), inner.dtype)
     return leaves
-
-

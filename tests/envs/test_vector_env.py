@@ -116,6 +116,15 @@ def test_an_async_env_without_shared_memory_idles_in_next_step_mode() -> None:
     assert td["observation"][0, :, 2].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
+def test_an_async_env_without_shared_memory_idles_also_after_a_full_reset() -> None:
+    envs = counting_envs(2, lengths=[[2], [9]])
+    with GymEnv(AsyncVectorEnv(envs, autoreset_mode=AutoresetMode.NEXT_STEP, shared_memory=False)) as env:
+        env.rollout(2)
+        td = rolled_out(env, torch.zeros(3, 2, dtype=torch.int64))
+    assert td[NEXT, "collector", "mask"].tolist() == [[False, True, True], [True, True, True]]
+    assert td[NEXT, "observation"][:, :, 2].tolist() == [[0, 1, 2], [1, 2, 3]]
+
+
 @pytest.fixture
 def entry_point() -> Iterator[VectorEnv[Any, Any, Any]]:
     env = gym.make_vec("CartPole-v1", num_envs=4, vectorization_mode="vector_entry_point", max_episode_steps=12)
@@ -177,6 +186,16 @@ def test_a_lanes_seed_counts_from_its_next_reset(vector: Any, mode: AutoresetMod
         expected = env.reset()["observation"]
     assert torch.equal(alone, expected[2])
     assert torch.equal(together, expected[:2])
+
+
+def test_a_seed_counts_also_where_an_episode_has_begun_by_itself() -> None:
+    env = GymEnv(SyncVectorEnv([plain] * 2, autoreset_mode=AutoresetMode.SAME_STEP))
+    env.set_seed(SEED)
+    first = env.reset()["observation"]
+    td = env.rollout(50)
+    assert td[NEXT, "done"].any()
+    env.set_seed(SEED)
+    assert torch.equal(env.reset()["observation"], first)
 
 
 def test_beginnings_that_nobody_asked_for_are_forgotten() -> None:

@@ -1,5 +1,6 @@
 """TorchRL's envs in our collector, and our batches beside TorchRL's."""
 
+import itertools
 import warnings
 from typing import Any
 
@@ -63,7 +64,7 @@ ENVS = {
 def test_a_torchrl_env_is_collected_from(make: Any) -> None:
     batches = list(Collector(make, None, frames_per_batch=12, total_frames=36))
     assert sum(batch.numel() for batch in batches) == 36
-    for before, behind in zip(batches, batches[1:], strict=False):
+    for before, behind in itertools.pairwise(batches):
         root = set(before.exclude("next", "collector", "action").keys(True, True))
         for key in root & set(before.get("next").keys(True, True)) - {"done", "terminated", "truncated"}:
             seen = torch.cat([before.get(key), behind.get(key)], len(before.shape) - 1)
