@@ -197,7 +197,7 @@ class RolloutLoop:
         real = slot.array(MASK)[:, :steps] if self._idles else None
         if settings.track_traj_ids:
             ids = np.empty((slot.lanes, steps), np.int64)
-            self.lanes.ids.assign(ended, ids)
+            self.lanes.ids.assign(self._cut_off(ended, real), ids)
             if real is not None:
                 ids[~real] = PADDING_ID
             tensors[TRAJ_IDS][:, :steps] = torch.from_numpy(ids).to(tensors[TRAJ_IDS].device)
@@ -210,6 +210,14 @@ class RolloutLoop:
             tensors[after(TRUNCATED)][:, steps - 1] |= ~tensors[after(TERMINATED)][:, steps - 1]
             done[:, steps - 1] = True
         return self._count(slot, steps, ended, real)
+
+    def _cut_off(self, ended: np.ndarray, real: np.ndarray | None) -> np.ndarray:
+        """Where trajectories end for whoever reads the batch: with `set_truncated`, at the last step of it too."""
+        if not self.settings.set_truncated:
+            return ended
+        cut = ended.copy()
+        cut[:, -1] |= True if real is None else real[:, -1]
+        return cut
 
     def _count(self, slot: Slot, steps: int, ended: np.ndarray, real: np.ndarray | None) -> Receipt:
         stats = self.stats

@@ -264,10 +264,12 @@ class CollectorConformance:
         assert calls == ["pre", "postproc", "post True"] * 2
 
     def test_set_truncated_marks_the_last_step(self, make: Make) -> None:
-        """And nothing else."""
-        batch = next(iter(make(2, 4, frames_per_batch=10, total_frames=10, set_truncated=True)))
-        assert batch.get((NEXT, "done"))[0, :, 0].tolist() == [False, False, False, True, True]
-        assert batch.get((NEXT, "truncated"))[0, :, 0].tolist() == [False, False, False, False, True]
+        """And nothing else; what goes on in the next batch is another trajectory."""
+        first, second = make(2, 4, frames_per_batch=10, total_frames=20, set_truncated=True)
+        assert first.get((NEXT, "done"))[0, :, 0].tolist() == [False, False, False, True, True]
+        assert first.get((NEXT, "truncated"))[0, :, 0].tolist() == [False, False, False, False, True]
+        assert second.get(OBSERVATION)[0, 0, 2] == 1
+        assert not set(first.get(TRAJ_IDS).unique().tolist()) & set(second.get(TRAJ_IDS).unique().tolist())
 
     def test_seeded_twice_is_the_same(self, make: Make) -> None:
         """`set_seed` makes the next batches repeatable."""

@@ -97,7 +97,6 @@ class CountingReference:
             ended = [lane for lane in range(self.lanes) if rows[lane][t].done]
             for lane in ended:
                 self.ended.append(self.step[lane])
-                self.id[lane] = self._new_id()
                 if self.idles and len(ended) < self.lanes:
                     self.pending[lane] = True
                 else:
@@ -105,6 +104,9 @@ class CountingReference:
             if self.set_truncated and t == steps - 1:
                 for row in rows:
                     row[t].truncated |= not row[t].terminated
+            for lane in range(self.lanes):
+                if rows[lane][t].done and not rows[lane][t].is_idle:
+                    self.id[lane] = self._new_id()
             self._keep([row[t] for row in rows])
         return rows
 
