@@ -264,7 +264,7 @@ class ActionCodec:
                 return lambda: array.argmax(1).astype(dtype) + start
             if integral and shape in ((), (1,)):
                 flat = array.reshape(-1)
-                return lambda: flat.astype(dtype) + start
+                return (lambda: flat + start) if array.dtype == dtype else (lambda: flat.astype(dtype) + start)
         elif isinstance(space, gs.MultiDiscrete):
             starts = space.start
             if shape == (int(space.nvec.sum()),):
@@ -279,8 +279,7 @@ class ActionCodec:
                 return lambda: array.astype(dtype) + starts
         elif shape == tuple(space.shape or ()):
             return lambda: array.astype(dtype)
-        expected = leaf_of(entry, categorical=False).shape
-        raise wrong_shape(entry.key, expected, shape, f"The policy, for the action space {space},")
+        raise wrong_shape(entry.key, self.leaves[entry.key].shape, shape, f"The policy, for the action space {space},")
 
     def draw(
         self, leaves: dict[Key, Leaf], steps: int, lanes: int, generator: torch.Generator | None

@@ -131,9 +131,10 @@ def test_a_wrong_shape_names_key_expected_and_given(make: Any, space: Any, expec
         assert part in str(caught.value)
 
 
-def test_floats_are_no_indices() -> None:
-    env, _ = one(gs.Discrete(4))
-    with pytest.raises(ShapeError, match=r"\(4,\) was expected"):
+@pytest.mark.parametrize(("categorical", "expected"), [(False, r"\(4,\)"), (True, r"\(\)")])
+def test_floats_are_no_indices(categorical: bool, expected: str) -> None:
+    env, _ = one(gs.Discrete(4), categorical_action_encoding=categorical)
+    with pytest.raises(ShapeError, match=f"{expected} was expected"):
         env.step(env.reset().set("action", torch.tensor([2.0])))
 
 

@@ -18,9 +18,6 @@ with warnings.catch_warnings():
     peer_envs = pytest.importorskip("torchrl.envs")
     mocks = pytest.importorskip("torchrl.testing.mocking_classes")
 
-# Importing TorchRL switches off the validation of distributions for the whole process; other tests rely on it.
-torch.distributions.Distribution.set_default_validate_args(True)
-
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
