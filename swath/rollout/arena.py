@@ -31,30 +31,18 @@ LOOKS = 8
 class Slot:
     """Columns `[N, T, ...]` of every entry: lane-major, so that a batch and each of its episodes is contiguous."""
 
-    def __init__(
-        self,
-        leaves: Mapping[Key, Leaf],
-        batch_size: tuple[int, ...],
-        steps: int,
-        device: torch.device | None,
-    ) -> None:
-        """Allocate room for `steps` steps of all lanes."""
+    def __init__(self, tensors: Mapping[Key, Tensor], batch_size: tuple[int, ...]) -> None:
+        """Take `tensors` `[N, T, ...]` as memory: private, shared with another process, or on an accelerator."""
         self.batch_size = batch_size
-        self.lanes = math.prod(batch_size)
-        self.steps = steps
-        self._leaves = leaves
-        self._device = device if device is not None and device.type != "cpu" else None
+        self.lanes, self.steps = next(iter(tensors.values())).shape[:2]
         self._lent: list[weakref.ref[np.ndarray]] = []
-        self._allocate()
+        self._take(tensors)
 
-    def _allocate(self) -> None:
-        shape = (self.lanes, self.steps)
-        self.tensors: dict[Key, Tensor] = {
-            key: torch.zeros(*shape, *leaf.shape, dtype=leaf.dtype, device=self._device)
-            for key, leaf in self._leaves.items()
-        }
+    def _take(self, tensors: Mapping[Key, Tensor]) -> None:
+        self.tensors = dict(tensors)
+        self._is_on_cpu = all(tensor.device.type == "cpu" for tensor in tensors.values())
         self.columns: dict[Key, Any] = {
-            key: tensor if self._device is not None else tensor.numpy() for key, tensor in self.tensors.items()
+            key: tensor.numpy() if self._is_on_cpu else tensor for key, tensor in tensors.items()
         }
 
     def array(self, key: Key) -> np.ndarray:
@@ -77,7 +65,7 @@ class Slot:
         """
         lent: dict[Key, Tensor] = {}
         for key in keys:
-            if self._device is None:
+            if self._is_on_cpu:
                 fresh = self.columns[key].view()
                 self._lent.append(weakref.ref(fresh))
                 tensor = torch.from_numpy(fresh)
@@ -90,8 +78,8 @@ class Slot:
             elif len(self.batch_size) > 1:
                 tensor = tensor.unflatten(0, self.batch_size)
             lent[key] = tensor
-        if self._device is not None:
-            self._allocate()  # an accelerator's allocator caches by itself
+        if not self._is_on_cpu:  # an accelerator's allocator caches by itself
+            self._take({key: torch.zeros_like(tensor) for key, tensor in self.tensors.items()})
         return lent
 
 
@@ -124,10 +112,17 @@ class Arena:
             (self._free if slot.is_free else self._lent).append(slot)
         found = next((slot for slot in self._free if slot.steps == steps), None)
         if found is None:
-            found = Slot(self.leaves, self._batch_size, steps, self._device)
+            found = Slot(self._allocate(steps), self._batch_size)
             self.allocated += 1
         else:
             self._free.remove(found)
         del self._free[SPARE_SLOTS:]
         self._lent.append(found)
         return found
+
+    def _allocate(self, steps: int) -> dict[Key, Tensor]:
+        shape = (math.prod(self._batch_size), steps)
+        return {
+            key: torch.zeros(*shape, *leaf.shape, dtype=leaf.dtype, device=self._device)
+            for key, leaf in self.leaves.items()
+        }

@@ -109,7 +109,7 @@ def test_many_kept_batches_do_not_make_the_next_one_slower() -> None:
 
 
 def test_lent_tensors_lie_over_the_slots_memory_and_part_of_a_slot_is_copied() -> None:
-    slot = Slot(LEAVES, (2,), 4, None)
+    slot = Arena(LEAVES, (2,)).acquire(4)
     fill(slot, 3)
     whole = slot.lend(["vector"], 4)["vector"]
     assert whole.data_ptr() == slot.tensors["vector"].data_ptr()
@@ -119,18 +119,27 @@ def test_lent_tensors_lie_over_the_slots_memory_and_part_of_a_slot_is_copied() -
     assert part.shape == (2, 3, 3)
     del whole
     assert slot.is_free, "a copy does not hold the slot"
-    single = Slot(LEAVES, (), 4, None).lend(["vector"], 3)["vector"]
+    single = Arena(LEAVES, ()).acquire(4).lend(["vector"], 3)["vector"]
     assert single.shape == (3, 3)
     assert single.is_contiguous()
 
 
 def test_entries_that_are_not_asked_for_are_not_lent() -> None:
-    slot = Slot(LEAVES, (2,), 4, None)
+    slot = Arena(LEAVES, (2,)).acquire(4)
     assert list(slot.lend(["scalar"], 4)) == ["scalar"]
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
 def test_rows_are_laid_out_lane_by_lane(shape: tuple[int, ...]) -> None:
-    slot = Slot({"n": Leaf((), torch.int64)}, shape, 5, None)
+    slot = Arena({"n": Leaf((), torch.int64)}, shape).acquire(5)
     slot.columns["n"][:] = np.arange(slot.lanes)[:, None] * 5 + np.arange(5)
     assert slot.lend(["n"], 5)["n"].tolist() == np.arange(slot.lanes * 5).reshape(*shape, 5).tolist()
+
+
+def test_a_slot_may_lie_in_memory_of_others() -> None:
+    memory = {"n": torch.zeros(2, 3, 4, dtype=torch.int64)}  # three slots of two lanes and four steps
+    slot = Slot({key: tensor[:, 1] for key, tensor in memory.items()}, (2,))
+    slot.columns["n"][:, 2] = 7
+    assert memory["n"][:, 1].tolist() == [[0, 0, 7, 0]] * 2
+    assert slot.lend(["n"], 4)["n"].tolist() == [[0, 0, 7, 0]] * 2
+    assert not memory["n"][:, 0].any()
