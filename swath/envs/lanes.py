@@ -24,7 +24,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from swath.envs.rows import Rows
 from swath.envs.spaces import ActionCodec, ObservationCodec
-from swath.errors import UnsupportedEnvError, annotate
+from swath.errors import UnsupportedEnvError, annotate, wrong_shape
 from swath.keys import MASK, REWARD, TERMINATED, TRUNCATED, Key
 
 HINT = "swath.envs.check_env(env) tells what is wrong with a custom env."
@@ -70,12 +70,8 @@ class GymLanes:
             self._bound_action = action
         if out is not self._bound_out:
             self._bind_out(out)
-        write, reward, terminated, truncated = (
-            self._write,
-            self._reward,
-            self._terminated,
-            self._truncated,
-        )
+        write, reward = self._write, self._reward
+        terminated, truncated = self._terminated, self._truncated
         finished = False
         lane = -1
         act: Any = None
@@ -83,7 +79,10 @@ class GymLanes:
             for lane, act in enumerate(self._read()):
                 observation, gain, over, cut, _ = self._steps[lane](act)
                 write(lane, observation)
-                reward[lane] = gain
+                try:
+                    reward[lane] = gain
+                except (TypeError, ValueError):  # no number: perhaps an array of one
+                    reward[lane] = _number(gain, lane)
                 terminated[lane] = over
                 truncated[lane] = cut
                 if over or cut:
@@ -236,3 +235,13 @@ def lane_of(values: Any, lane: int) -> Any:
     if isinstance(values, tuple):
         return tuple(lane_of(value, lane) for value in values)
     return values[lane]
+
+
+def _number(reward: Any, lane: int) -> Any:
+    """The one number in `reward`."""
+    values = np.asarray(reward)
+    if values.dtype.kind not in "fiub":
+        raise TypeError(f"The env of lane {lane} gave the reward {reward!r}, which is no number.")
+    if values.size != 1:
+        raise wrong_shape(REWARD, (), values.shape, f"The env of lane {lane}")
+    return values.reshape(())
