@@ -66,9 +66,11 @@ class NotANumberWarning(UserWarning):
 
 
 def annotate(error: BaseException, place: str) -> None:
-    """Add `place` to the error's text as a note; the type and the traceback stay as they are."""
+    """Add `place` to the error's text; the type and the traceback stay as they are."""
     if hasattr(error, "add_note"):  # Python 3.11 and later
         error.add_note(place)
+    elif error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{place}", *error.args[1:])
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

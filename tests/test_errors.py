@@ -49,11 +49,16 @@ def test_annotate_keeps_the_error() -> None:
     assert str(error) == "bad"
 
 
-def test_annotate_is_harmless_without_notes() -> None:
+def test_annotate_adds_to_the_message_where_there_are_no_notes() -> None:
     class Old:
-        pass
+        args = ("bad", 3)
 
-    errors.annotate(Old(), "nowhere")  # type: ignore[arg-type]
+    old = Old()
+    errors.annotate(old, "in lane 3")  # type: ignore[arg-type]
+    assert old.args == ("bad\nin lane 3", 3)
+    old.args = ()  # type: ignore[assignment]
+    errors.annotate(old, "in lane 3")  # type: ignore[arg-type]
+    assert old.args == ()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from gymnasium import spaces as gs
@@ -20,6 +20,16 @@ from swath.seeding import lane_seed, lane_seeds, next_seed, policy_seed
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
 FLAG = Leaf((1,), torch.bool)
+
+
+class Closable(Protocol):
+    """What can be closed."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+Made = TypeVar("Made", bound=Closable)
 
 
 class EnvBase:
@@ -396,3 +406,16 @@ def must_differ(simulators: Sequence[Any], cure: str) -> None:
         raise ValueError(
             f"The same env was given twice; each lane needs its own. Build the env inside the factory, as in {cure}."
         )
+
+
+def make_all(makers: Sequence[Callable[[], Made]]) -> list[Made]:
+    """One env of each maker; if one of them fails, those that were made are closed again."""
+    made: list[Made] = []
+    try:
+        for make in makers:
+            made.append(make())
+    except BaseException:
+        for env in made:
+            env.close()
+        raise
+    return made

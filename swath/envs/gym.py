@@ -9,7 +9,7 @@ import gymnasium as gym
 import torch
 from gymnasium.vector import VectorEnv
 
-from swath.envs.base import EnvBase, must_differ
+from swath.envs.base import EnvBase, make_all, must_differ
 from swath.envs.lanes import GymLanes, VectorLanes
 from swath.envs.rows import Leaf, Rows
 from swath.errors import UnsupportedEnvError
@@ -154,7 +154,7 @@ def _make(env: Any, num_envs: int, kwargs: dict[str, Any], from_pixels: bool) ->
         return first
     if num_envs > 1 and isinstance(env, gym.Env):
         raise ValueError(f"num_envs={num_envs} needs a name or a factory: one instance cannot be {num_envs} envs.")
-    envs = [first, *(make() for _ in range(num_envs - 1))]
+    envs = make_all([lambda: first, *[make] * (num_envs - 1)])
     must_differ([single.unwrapped for single in envs], "lambda: gymnasium.make(...)")
     return envs
 

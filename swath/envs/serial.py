@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from swath.envs.adapt import as_env
-from swath.envs.base import EnvBase, must_differ
+from swath.envs.base import EnvBase, make_all, must_differ
 from swath.envs.gym import GymEnv
 from swath.envs.lanes import GymLanes
 from swath.envs.rows import Leaf, Rows
@@ -36,7 +37,7 @@ class SerialEnv(EnvBase):
         """Build the envs: `create_env_fn` is one factory for all, or a list with one for each."""
         factories = _one_each("create_env_fn", create_env_fn, num_workers)
         kwargs = _one_each("create_env_kwargs", create_env_kwargs or {}, num_workers)
-        self.envs = [as_env(f, k) for f, k in zip(factories, kwargs, strict=True)]
+        self.envs = make_all([partial(as_env, f, k) for f, k in zip(factories, kwargs, strict=True)])
         must_differ(self.simulators, "SerialEnv(4, lambda: GymEnv('CartPole-v1'))")
         first = self.envs[0]
         for index, env in enumerate(self.envs):

@@ -176,7 +176,11 @@ class ObservationCodec:
                 value = np.asarray(value)
             if value.shape != shape:
                 raise wrong_shape(key, shape, value.shape, f"The env of lane {lane}")
-            target[lane] = value
+            try:
+                target[lane] = value
+            except (TypeError, ValueError) as error:
+                held = f"which cannot be held as {target.dtype}"
+                raise TypeError(f"The env of lane {lane} gave {key!r} of dtype {value.dtype}, {held}.") from error
 
         return write
 

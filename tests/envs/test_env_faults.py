@@ -94,3 +94,29 @@ def test_an_env_is_taken_as_it_is() -> None:
 def test_other_things_are_refused(given: Any) -> None:
     with pytest.raises(UnsupportedEnvError, match=r"got .*GymEnv\('CartPole-v1'\)"):
         as_env(given)
+
+
+@pytest.mark.parametrize("build", [lambda make: SerialEnv(3, make), lambda make: GymEnv(make, num_envs=3)])
+def test_envs_made_before_a_factory_fails_are_closed(build: Any) -> None:
+    made: list[CountingGymEnv] = []
+    closed: list[CountingGymEnv] = []
+
+    class Closing(CountingGymEnv):
+        def close(self) -> None:
+            closed.append(self)
+
+    def make() -> CountingGymEnv:
+        if len(made) == 2:
+            raise FaultyError(2, 0)
+        made.append(Closing())
+        return made[-1]
+
+    with pytest.raises(FaultyError):
+        build(make)
+    assert closed == made
+    assert len(closed) == 2
+
+
+def test_a_wrong_dtype_names_key_and_dtypes() -> None:
+    with pytest.raises(TypeError, match="lane 0 gave 'observation' of dtype <U6, which cannot be held as float32"):
+        GymEnv(FaultyGymEnv("dtype", at=1)).rollout(2)
