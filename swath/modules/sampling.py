@@ -21,7 +21,7 @@ from torch import distributions as D
 
 from swath.keys import Key, as_key
 from swath.modules.stages import Plain
-from swath.modules.tanh_normal import TanhNormal, squashed_log_prob
+from swath.modules.tanh_normal import EDGE, TanhNormal, squashed_log_prob, unsquash
 
 
 class CategoricalStage:
@@ -95,6 +95,7 @@ class NormalStage:
         self._greedy = greedy
         self._interval = interval
         self._half, self._middle = np.empty_like(self._action), np.empty_like(self._action)
+        self._edge, self._other_edge = np.full_like(self._action, EDGE), np.full_like(self._action, -EDGE)
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Draw the noise of all steps."""
@@ -104,8 +105,7 @@ class NormalStage:
             self._half[:] = (high - low) / 2
             self._middle[:] = (high + low) / 2
         if not self._greedy:
-            self._noise = torch.randn(steps, *self._loc.shape, generator=generator)  # [T, N, A]
-            self._noise_rows = self._noise.numpy()
+            self._noise = torch.randn(steps, *self._loc.shape, generator=generator).numpy()  # [T, N, A]
 
     def run(self, t: int) -> None:
         """Act."""
@@ -113,26 +113,28 @@ class NormalStage:
         if self._greedy:
             action[:] = self._loc
         else:
-            np.multiply(self._scale, self._noise_rows[t], action)
+            np.multiply(self._scale, self._noise[t], action)
             np.add(action, self._loc, action)
         if self._interval is not None:
             np.tanh(action, action)
+            np.minimum(action, self._edge, out=action)
+            np.maximum(action, self._other_edge, out=action)
             np.multiply(action, self._half, action)
             np.add(action, self._middle, action)
 
     def finish(self, columns: Mapping[Key, Tensor], steps: int) -> None:
-        """Check the parameters and compute the log-probabilities from the noise."""
+        """Check the parameters and compute the log-probabilities of the actions."""
         loc, scale = (columns[key][:, :steps] for key in self._keys[:2])
         _must_hold(~loc.isnan(), self._keys[0], "Normal")
         _must_hold(scale > 0, self._keys[1], "Normal")
         log_prob_key = self._keys[3]
         if log_prob_key is None:
             return
-        z = torch.zeros_like(loc) if self._greedy else self._noise[:steps].transpose(0, 1)
+        action = columns[self._keys[2]][:, :steps]
         if self._interval is None:
-            log_prob = -0.5 * z.square() - scale.log() - 0.5 * math.log(2 * math.pi)
+            log_prob = -0.5 * ((action - loc) / scale).square() - scale.log() - 0.5 * math.log(2 * math.pi)
         else:
-            log_prob = squashed_log_prob(loc + scale * z, z, scale, *self._ends).sum(-1)
+            log_prob = squashed_log_prob(unsquash(action, *self._ends), loc, scale, *self._ends).sum(-1)
         columns[log_prob_key][:, :steps] = log_prob
 
 

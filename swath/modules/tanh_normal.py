@@ -10,18 +10,24 @@ from torch import Tensor
 from torch import distributions as D
 from torch.nn.functional import softplus
 
+EDGE = 1.0 - 1e-6
+"""Squashed values keep this far from the ends of `[-1, 1]`: beyond, they could not be told apart any more."""
+
 
 def squash(u: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """`u` on the real line, into the interval."""
-    return u.tanh() * (high - low) / 2 + (high + low) / 2
+    return u.tanh().clamp(-EDGE, EDGE) * (high - low) / 2 + (high + low) / 2
 
 
-def squashed_log_prob(u: Tensor, z: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Log-density of `squash(u)`, where `z = (u - loc) / scale`, per dimension.
+def unsquash(value: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """The real number that `squash` turns into `value`."""
+    unit = (value - (high + low) / 2) / ((high - low) / 2)
+    return unit.clamp(-EDGE, EDGE).atanh()
 
-    Written in `u`, it stays exact where the squashed value has rounded to the interval's end.
-    """
-    normal = -0.5 * z.square() - scale.log() - 0.5 * math.log(2 * math.pi)
+
+def squashed_log_prob(u: Tensor, loc: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Log-density of `squash(u)`, per dimension; written in `u`, so that it stays stable near the ends."""
+    normal = -0.5 * ((u - loc) / scale).square() - scale.log() - 0.5 * math.log(2 * math.pi)
     slope = 2.0 * (math.log(2.0) - u - softplus(-2.0 * u)) + ((high - low) / 2).log()
     return normal - slope
 
@@ -33,8 +39,8 @@ class NoMeanError(NotImplementedError, AttributeError):
 class TanhNormal(D.Distribution):
     """A normal variable squashed by tanh into `[low, high]`; the last dimension is one event.
 
-    The log-probability of a value that this object has just sampled is computed from the unsquashed sample, so that it
-    is exact also where tanh saturates.
+    The log-probability depends on the value alone, so that a loss finds for a recorded action what was recorded with it.
+    Only a sample through which gradients flow is traced back to its unsquashed self, for the gradients' sake.
     """
 
     arg_constraints: dict[str, D.constraints.Constraint] = {  # noqa: RUF012 - torch declares it so
@@ -75,13 +81,11 @@ class TanhNormal(D.Distribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density of `value`, summed over the event."""
-        if self._sampled is not None and self._sampled[0] is value:
+        if self._sampled is not None and self._sampled[0] is value and value.requires_grad:
             u = self._sampled[1]
         else:
-            unit = (value - (self.high + self.low) / 2) / ((self.high - self.low) / 2)
-            edge = 1.0 - torch.finfo(unit.dtype).eps
-            u = unit.clamp(-edge, edge).atanh()
-        return squashed_log_prob(u, (u - self.loc) / self.scale, self.scale, self.low, self.high).sum(-1)
+            u = unsquash(value, self.low, self.high)
+        return squashed_log_prob(u, self.loc, self.scale, self.low, self.high).sum(-1)
 
     @property
     def deterministic_sample(self) -> Tensor:
