@@ -5,7 +5,23 @@ The same seed gives the same environments and episodes however the lanes are spr
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import numpy as np
+
+
+def checked_seed(seed: Any) -> int:
+    """`seed` as a plain number, or an error that names it."""
+    try:
+        if isinstance(seed, bool):
+            raise TypeError
+        number = operator.index(seed)
+    except TypeError:
+        raise TypeError(f"seed must be a whole number, got {seed!r}.") from None
+    if number < 0:
+        raise ValueError(f"seed must not be negative, got {seed}.")
+    return number
 
 
 def lane_seed(seed: int, lane: int) -> int:

@@ -7,7 +7,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset
@@ -19,6 +19,8 @@ from swath.collectors.progress import Progress
 from swath.collectors.weights import requested_weights, warn_of_old_name
 from swath.errors import EndlessError
 from swath.rollout.trajectories import TrajectoryAssembler
+
+Self = TypeVar("Self", bound="BaseCollector")
 
 
 class BaseCollector(IterableDataset[Any], ABC):
@@ -114,6 +116,10 @@ class BaseCollector(IterableDataset[Any], ABC):
             raise EndlessError("How many batches of whole episodes there will be is not known: there is no length.")
         return -(-self.config.total_frames // self.requested_frames_per_batch)
 
+    def __bool__(self) -> bool:
+        """A collector is something, whatever its length."""
+        return True
+
     @property
     @abstractmethod
     def requested_frames_per_batch(self) -> int:
@@ -144,7 +150,7 @@ class BaseCollector(IterableDataset[Any], ABC):
         """Whether it collects in the background."""
         return False
 
-    def __enter__(self) -> BaseCollector:
+    def __enter__(self: Self) -> Self:
         """Use the collector in a `with` block, at whose end it is shut down."""
         return self
 
@@ -153,10 +159,10 @@ class BaseCollector(IterableDataset[Any], ABC):
         self.shutdown()
 
     def __del__(self) -> None:
-        """Free what a forgotten `shutdown` left."""
+        """Free what a forgotten `shutdown` left. An env closes itself when nobody holds it, as the user still may."""
         if not getattr(self, "closed", True):
             with contextlib.suppress(Exception):
-                self.shutdown(raise_on_error=False)
+                self.shutdown(close_env=False, raise_on_error=False)
 
     # -- state -------------------------------------------------------------------------------------------------
 

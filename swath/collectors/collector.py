@@ -19,10 +19,11 @@ from swath.collectors.utils import split_trajectories
 from swath.collectors.weights import POLICY_ID, fitted, for_worker, layers_of
 from swath.envs import EnvBase, as_env
 from swath.errors import ClosedError, suggestion
-from swath.keys import STEP_COUNT, nest
+from swath.keys import STEP_COUNT, TRAJ_IDS, nest
 from swath.modules import RandomPolicy, as_policy
 from swath.rollout import FrameBudget, LoopSettings, RolloutLoop
 from swath.rollout.devices import as_device
+from swath.seeding import checked_seed
 
 
 class Collector(BaseCollector):
@@ -45,15 +46,17 @@ class Collector(BaseCollector):
         self.closed = True  # until there is something to shut down
         self._devices = config.devices
         _check_machine(config)
-        self.env = as_env(_only_one(create_env_fn), config.create_env_kwargs)
+        source = _only_one(create_env_fn)
+        self.env = as_env(source, config.create_env_kwargs)
         try:
             self._check_env(self.env)
             given = config.policy_factory() if config.policy_factory is not None else policy
             trusted = config.trust_policy and given is not None
             self._prepare_policy(given if trusted else as_policy(given, self.env))
-            self._loop = RolloutLoop(self.env, _dressed(self.policy, config), self._settings())
+            with torch.inference_mode(False):  # rows and batches must be ordinary tensors
+                self._loop = RolloutLoop(self.env, _dressed(self.policy, config), self._settings())
         except BaseException:
-            if self.env is not create_env_fn:  # the user's own env may be used again
+            if callable(source) and source is not self.env:  # an env that was given may be used again
                 self.env.close()
             raise
         self.closed = False
@@ -74,6 +77,7 @@ class Collector(BaseCollector):
         self._same: TensorDictBase | None = None
 
     def _check_env(self, env: EnvBase) -> None:
+        env.must_be_open()
         config = self.config
         if config.max_frames_per_traj and config.max_frames_per_traj > 0 and STEP_COUNT in env.observation_keys:
             raise ValueError(
@@ -124,7 +128,7 @@ class Collector(BaseCollector):
 
     def iterator(self) -> Iterator[TensorDictBase]:
         """Fixed-frame batches until the budget is spent, which closes the env."""
-        return map(self._finished, self._raw_batches())
+        return map(self._finished, map(self._taken, self._raw_batches()))
 
     def _finished(self, batch: TensorDictBase) -> TensorDictBase:
         if self.config.split_trajs:
@@ -144,19 +148,35 @@ class Collector(BaseCollector):
 
     def _raw_batches(self) -> Iterator[TensorDictBase]:
         while not self._budget.is_spent and not self.closed:
-            yield self.rollout()
+            yield self._collect()
         self.shutdown()
 
     def rollout(self) -> TensorDictBase:
-        """One batch as it was collected, before any post-processing."""
+        """One batch as it was collected, before any post-processing; also when `total_frames` are collected."""
+        return self._taken(self._collect())
+
+    def _taken(self, batch: TensorDictBase) -> TensorDictBase:
+        """A batch that goes to the user by frames: episodes that are put together must do without those in it."""
+        if self.config.trajs_per_batch is not None:
+            self._assembler.tear(batch.get(TRAJ_IDS).unique().tolist(), self._loop.lanes.ids.current.tolist())
+        return batch
+
+    def _collect(self) -> TensorDictBase:
         if self.closed:
             raise ClosedError("This collector is shut down; make a new one.")
         if self._delivered_at is not None:
             self._loop.stats.timings.waiting += perf_counter() - self._delivered_at
         if self._pre_hook is not None:
             self._pre_hook()
+        if self.env.stepped_by is not self._loop.lanes:
+            warnings.warn(f"{self.env!r} was used by somebody else: all episodes begin anew.", stacklevel=3)
+            self.reset()
         if self.config.reset_at_each_iter and not self._is_fresh:
             self.reset()
+        with torch.inference_mode(False):  # batches are trained on, wherever they were asked for
+            return self._fill_a_slot()
+
+    def _fill_a_slot(self) -> TensorDictBase:
         loop = self._loop
         slot = loop.arena.acquire(self._budget.steps(self.frames_per_batch) or self.frames_per_batch)
         self._is_fresh = False
@@ -199,6 +219,7 @@ class Collector(BaseCollector):
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed every lane and the policy's noise, and begin new episodes: the next batch depends on `seed` alone."""
+        seed = checked_seed(seed)
         self._loop.randomness.seed(seed, self._worker_idx or 0)
         with self._loop.randomness.applied():  # an env may seed torch's own generator, and draw from it
             following = self.env.set_seed(seed, static_seed)

@@ -33,6 +33,7 @@ ELSEWHERE = ("backend", "backend_options", "num_collectors", "sync")
 """Arguments that choose another kind of collector; here they may only say "this process"."""
 
 
+@dataclass(frozen=True)
 class PolicyVersion:
     """Asks for the policy's version in every frame, also with batched envs: `track_policy_version=PolicyVersion()`."""
 
@@ -69,7 +70,8 @@ class CollectorConfig:
         track_policy_version: write `policy_version`; `PolicyVersion()` for batched envs.
         trajs_per_batch: deliver so many complete episodes at a time instead of frames.
         traj_format: "padded" to `[N, longest]` with a mask, or "cat" one after the other.
-        compact_obs: leave the observations out of "next", where the following root has them.
+        compact_obs: leave the observations out of "next": inside an episode the following root has them, but its final
+            observation, which a truncated episode's value depends on, is then nowhere.
         pre_collect_hook: called before every rollout.
         post_collect_hook: called with every batch before it is delivered.
         worker_idx: the index of this worker; part of the trajectory ids.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -15,7 +16,7 @@ from swath.envs.rows import Leaf, Rows
 from swath.envs.spaces import ActionCodec, ObservationCodec, must_not_clash
 from swath.errors import ClosedError, suggestion, wrong_shape
 from swath.keys import DONE, FLAGS, NEXT, RESET, REWARD, TERMINATED, TRUNCATED, Key, as_key, nest
-from swath.seeding import lane_seed, lane_seeds, next_seed, policy_seed
+from swath.seeding import checked_seed, lane_seed, lane_seeds, next_seed, policy_seed
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
@@ -30,6 +31,7 @@ class Closable(Protocol):
 
 
 Made = TypeVar("Made", bound=Closable)
+Env = TypeVar("Env", bound="EnvBase")
 
 
 class EnvBase:
@@ -46,6 +48,8 @@ class EnvBase:
     Whichever it is, a finished lane is never reset by the env itself: what a step returns is the true final
     observation, and the caller resets the lane when it has recorded it.
     """
+
+    _owns_simulators = True
 
     def __init__(
         self,
@@ -69,6 +73,8 @@ class EnvBase:
         self.has_truncated = True
         """Whether episodes can be cut off; an adapter may have an env that knows no such thing."""
         self.is_closed = False
+        self.stepped_by: object = None
+        """Who has stepped or reset the env last: a collector must not go on from where somebody else has left it."""
         self.first_lane = 0
         """Global index of lane 0: seeds belong to lanes, wherever they run."""
         self._seed: int | None = None
@@ -208,7 +214,8 @@ class EnvBase:
 
     def reset(self, tensordict: TensorDictBase | None = None) -> TensorDict:
         """Begin new episodes: in all lanes, or in those that `tensordict["_reset"]` marks."""
-        self._must_be_open()
+        self.must_be_open()
+        self.stepped_by = self
         out = self._out()
         lanes = list(range(self.num_lanes))
         mask = None if tensordict is None else tensordict.get(RESET, None)
@@ -225,7 +232,8 @@ class EnvBase:
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Step with the actions in `tensordict`; what happened is written to `tensordict["next"]`."""
-        self._must_be_open()
+        self.must_be_open()
+        self.stepped_by = self
         out = self._out()
         action = self._take_actions(tensordict)
         for key in self.observation_keys:
@@ -308,6 +316,7 @@ class EnvBase:
 
         In effect from the next reset. Returns a seed for the next env: one that no lane here has.
         """
+        seed = checked_seed(seed)
         self._seed = seed
         self._generator = torch.Generator().manual_seed(policy_seed(seed, self.first_lane))
         self._set_seeds(lane_seeds(seed, self.num_lanes, self.first_lane, static_seed))
@@ -332,6 +341,12 @@ class EnvBase:
     def _close(self) -> None:
         """Free what a subclass holds; called once."""
 
+    def __del__(self) -> None:
+        """Close an env that everybody has forgotten, unless its simulators are somebody else's."""
+        if self._owns_simulators and not getattr(self, "is_closed", True):
+            with contextlib.suppress(Exception):
+                self.close()
+
     def state_dict(self) -> dict[str, Any]:
         """What can be saved of the env: its seed. Simulators do not offer more."""
         return {"seed": self._seed}
@@ -341,7 +356,7 @@ class EnvBase:
         if state.get("seed") is not None:
             self.set_seed(lane_seed(state["seed"], self.first_lane + self.num_lanes + 1))
 
-    def __enter__(self) -> EnvBase:
+    def __enter__(self: Env) -> Env:
         """Use the env in a `with` block, at whose end it is closed."""
         return self
 
@@ -358,7 +373,8 @@ class EnvBase:
 
     # -- helpers -----------------------------------------------------------------------------------------------
 
-    def _must_be_open(self) -> None:
+    def must_be_open(self) -> None:
+        """Raise if the env is closed."""
         if self.is_closed:
             raise ClosedError(f"{self!r} is closed; make a new one.")
 

@@ -74,6 +74,7 @@ class GymEnv(EnvBase):
         if num_envs < 0:
             raise ValueError(f"num_envs must be 0 (no batch dimension) or more, got {num_envs}.")
         made = _make(env, num_envs, kwargs, from_pixels)
+        self._owns_simulators = not isinstance(env, gym.Env | VectorEnv)
         self.name = env if isinstance(env, str) else _name(made)
         if isinstance(made, VectorEnv):
             if frame_skip is not None or from_pixels:

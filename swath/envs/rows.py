@@ -64,10 +64,15 @@ class Rows:
         return Leaf.of(self.tensors[key], len(self.batch_size))
 
     def put(self, key: Key, value: Tensor, where: str) -> None:
-        """Copy `value` into `key`; the shapes must agree, broadcasting would hide a mistake."""
+        """Copy `value` into `key`; shape and kind must agree, as broadcasting or rounding would hide a mistake."""
         target = self.tensors[key]
         if value.shape != target.shape:
             raise wrong_shape(key, target.shape, value.shape, where)
+        if value.dtype != target.dtype and not torch.can_cast(value.dtype, target.dtype):
+            raise TypeError(
+                f"{where} gave {key!r} as {value.dtype}, but {target.dtype} was expected: the first call decides. "
+                "Give the same kind of numbers every time."
+            )
         target.copy_(value)
 
     def part(self, start: int, stop: int, batch_size: tuple[int, ...]) -> Rows:

@@ -26,6 +26,8 @@ class SerialEnv(EnvBase):
     The envs may differ in all but their layout: the same keys, shapes and dtypes.
     """
 
+    _owns_simulators = False  # each of the envs sees to its own
+
     def __init__(
         self,
         num_workers: int,
@@ -50,6 +52,7 @@ class SerialEnv(EnvBase):
         )
         self.observations, self.actions = first.observations, first.actions
         self.reward_leaf = first.reward_leaf
+        self.has_truncated = all(env.has_truncated for env in self.envs)
         self._lanes = _merged(self.envs)
         self._bound_action: Rows | None = None
         self._bound_out: Rows | None = None

@@ -155,7 +155,8 @@ class ObservationCodec:
         def write(observation: Any) -> None:
             for entry, target, write_lane in targets:
                 values = _follow(observation, entry.path)
-                if isinstance(entry.space, gs.Box | gs.MultiBinary) and np.shape(values) == target.shape:
+                same = isinstance(values, np.ndarray) and values.shape == target.shape and values.dtype == target.dtype
+                if same and isinstance(entry.space, gs.Box | gs.MultiBinary):
                     target[:] = values
                 else:
                     for lane in lanes:
@@ -169,18 +170,16 @@ class ObservationCodec:
             return _discrete_writer(key, space, target, not self.categorical)
         if isinstance(space, gs.MultiDiscrete):
             return _multi_discrete_writer(key, space, target, not self.categorical)
-        shape = target.shape[1:]
+        shape, dtype = target.shape[1:], target.dtype
 
         def write(lane: int, value: Any) -> None:
             if type(value) is not np.ndarray:
                 value = np.asarray(value)
             if value.shape != shape:
                 raise wrong_shape(key, shape, value.shape, f"The env of lane {lane}")
-            try:
-                target[lane] = value
-            except (TypeError, ValueError) as error:
-                held = f"which cannot be held as {target.dtype}"
-                raise TypeError(f"The env of lane {lane} gave {key!r} of dtype {value.dtype}, {held}.") from error
+            if value.dtype != dtype:
+                value = _converted(value, dtype, key, lane)
+            target[lane] = value
 
         return write
 
@@ -305,3 +304,16 @@ def _assemble(space: gs.Space[Any], values: dict[Path, Any], path: Path = ()) ->
     if isinstance(space, gs.Tuple):
         return tuple(_assemble(s, values, (*path, i)) for i, s in enumerate(space.spaces))
     return values[path]
+
+
+def _converted(value: np.ndarray, dtype: np.dtype[Any], key: Key, lane: int) -> np.ndarray:
+    """`value` as `dtype`: other precisions are rounded, but nothing is turned into another number."""
+    where = f"The env of lane {lane} gave {key!r} of dtype {value.dtype}"
+    try:
+        with np.errstate(all="ignore"):
+            converted = value.astype(dtype)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{where}, which cannot be held as {dtype}.") from error
+    if not np.can_cast(value.dtype, dtype, "same_kind") and not (converted == value).all():
+        raise TypeError(f"{where}, with values that {dtype} does not have; the space should have another dtype.")
+    return converted

@@ -61,6 +61,8 @@ class TorchRLEnv(EnvBase):
     specs declare as observations is recorded.
     """
 
+    _owns_simulators = False
+
     def __init__(self, env: PeerEnv) -> None:
         """Take over `env`."""
         self.env = env

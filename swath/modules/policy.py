@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from swath.envs.base import EnvBase
 from swath.envs.rows import Rows
-from swath.errors import PolicyError
+from swath.errors import PolicyError, annotate
 from swath.keys import Key, as_path, is_private
 from swath.modules.plan import Plan, Planner, signature_of
 from swath.modules.probe import Probe
@@ -68,8 +68,8 @@ def _arguments(policy: Callable[..., Any], env: EnvBase) -> list[Key] | None:
     names = {name: key for name, key in zip(last, keys, strict=True) if last.count(name) == 1}
     if required and all(p.name in names for p in required):
         return [names[p.name] for p in required]
-    if len(required) == len(keys):
-        return keys
+    if len(required) == len(keys) and not any(p.name in last for p in required):
+        return keys  # in the env's order; with some names right, the others would be a guess
     raise PolicyError(_mismatch(policy, [p.name for p in required], ["/".join(as_path(key)) for key in keys]))
 
 
@@ -159,8 +159,12 @@ class PolicyRunner:
 
     def act(self, t: int) -> None:
         """Write what the policy does in step `t` into `outputs`."""
-        for run in self._runs:
-            run(t)
+        try:
+            for run in self._runs:
+                run(t)
+        except Exception as error:
+            annotate(error, f"Raised by the policy in step {t} of a batch.")
+            raise
 
     def finish(self, columns: Mapping[Key, Tensor], steps: int) -> None:
         """Fill in the columns that were left for the end of the slot."""

@@ -117,6 +117,8 @@ class TorchStage(Plain):
             raise PolicyError(f"The policy returned {len(results)} results for its out_keys {list(self._keys)}.")
         for key, result in zip(self._keys, results, strict=True):
             if key != "_":
+                if not isinstance(result, Tensor):
+                    raise PolicyError(f"The policy returned {type(result).__name__} for {key!r}; it must be a tensor.")
                 self._outputs.put(key, result, "The policy")
 
 

@@ -39,7 +39,7 @@ class NoMeanError(NotImplementedError, AttributeError):
 class TanhNormal(D.Distribution):
     """A normal variable squashed by tanh into `[low, high]`; the last dimension is one event.
 
-    The log-probability depends on the value alone, so that a loss finds for a recorded action what was recorded with it.
+    The log-probability depends on the value alone: a loss finds for a recorded action what was recorded with it.
     Only a sample through which gradients flow is traced back to its unsquashed self, for the gradients' sake.
     """
 

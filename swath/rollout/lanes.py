@@ -111,6 +111,7 @@ class Lanes:
 
     def _begin(self, lanes: Sequence[int]) -> None:
         self.env.reset_into(lanes, self.out)
+        self.env.stepped_by = self
         if self.limit is not None:
             self._ages[lanes] = 0
         self._set_init(lanes)

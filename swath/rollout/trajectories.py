@@ -69,6 +69,7 @@ class TrajectoryAssembler:
         """Begin with nothing."""
         self._open: dict[int, list[TensorDictBase]] = {}
         self._ready: deque[TensorDictBase] = deque()
+        self._torn: set[int] = set()
         self.dropped = 0
         """Frames that were given up: of unfinished episodes at a reset or at the end."""
 
@@ -103,6 +104,11 @@ class TrajectoryAssembler:
                     cuts.append((end, int(ids[lane, end]), lane, begin))
                 begin = end + 1
         for end, name, lane, begin in sorted(cuts):
+            if name in self._torn:
+                self.dropped += end + 1 - begin
+                if done[lane, end]:
+                    self._torn.remove(name)
+                continue
             self._open.setdefault(name, []).append(rows[lane, begin : end + 1].clone())
             if done[lane, end]:
                 pieces = self._open.pop(name)
@@ -113,10 +119,17 @@ class TrajectoryAssembler:
         episodes = [self._ready.popleft() for _ in range(count)]
         return padded(episodes) if form == "padded" else torch.cat(episodes, 0)
 
+    def tear(self, ids: Iterable[int], running: Iterable[int]) -> None:
+        """Frames of the trajectories `ids` went elsewhere: give them up, and what is to come of those `running`."""
+        torn = set(ids)
+        self.drop(torn)
+        self._torn |= torn.intersection(running)
+
     def drop(self, ids: Iterable[int] | None = None) -> None:
         """Give up unfinished episodes: those of `ids`, or all of them."""
         for name in list(self._open) if ids is None else ids:
             self.dropped += sum(piece.shape[0] for piece in self._open.pop(int(name), ()))
+            self._torn.discard(int(name))
 
     def clear(self) -> None:
         """Give up everything, also complete episodes that nobody took."""

@@ -1,6 +1,5 @@
 """TanhNormal is the distribution that it says it is."""
 
-
 import pytest
 import torch
 from torch import Tensor

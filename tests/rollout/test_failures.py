@@ -189,9 +189,9 @@ def test_random_generators_are_put_back_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("uses_next", [False, True])
-def test_a_forgotten_collector_closes_its_env(uses_next: bool) -> None:
-    env = CountingGymEnv()
-    collector = Collector(GymEnv(env), None, frames_per_batch=4)
+def test_the_env_of_a_forgotten_collector_is_closed_with_it(uses_next: bool) -> None:
+    collector = Collector(GymEnv(CountingGymEnv, num_envs=2), None, frames_per_batch=4)
+    env = collector.env.gym_envs[0]
     if uses_next:
         collector.next()
     else:
