@@ -69,6 +69,10 @@ class Collector(BaseCollector):
                 f"steps of {lanes} lanes.",
                 stacklevel=2,
             )
+        if config.total_frames > 0 and config.total_frames % lanes:
+            warnings.warn(
+                f"total_frames={config.total_frames} is rounded up to whole steps of {lanes} lanes.", stacklevel=2
+            )
         self._budget = FrameBudget(config.total_frames, lanes)
         self._batches = 0
         self._is_fresh = True
@@ -272,6 +276,11 @@ class Collector(BaseCollector):
     def get_model(self, model_id: str) -> Any:
         """The model of that name: "policy", or a path from the collector."""
         return self.policy if model_id == POLICY_ID else follow(self, model_id)
+
+    @property
+    def policy_stages(self) -> list[str]:
+        """How the policy ran in the last batch: `MLPStage` and sampling stages are quick, `TensorDictStage` is slow."""
+        return self._loop.policy.stages
 
     @property
     def policy_version(self) -> int | None:

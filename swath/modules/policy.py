@@ -157,6 +157,11 @@ class PolicyRunner:
         self._runs = [stage.run for stage in self._active]
         return [key for key in self.outputs.tensors if random or key not in self._plan.late]
 
+    @property
+    def stages(self) -> list[str]:
+        """The names of the stages that acted last, quick ones and slow ones; see `swath.modules.stages`."""
+        return [type(stage).__name__ for stage in self._active]
+
     def act(self, t: int) -> None:
         """Write what the policy does in step `t` into `outputs`."""
         try:

@@ -19,6 +19,8 @@ from swath.modules.parts import Watch, Writes, overlap
 from swath.modules.stages import ask
 from swath.modules.traces import without_trace
 
+DTYPES = "(Where dtypes are at odds, gymnasium.wrappers.DtypeObservation or policy.double() help.)"
+
 
 class Probe:
     """The result of one call: what is written, which of it can be seen, which keys are recurrent state."""
@@ -136,10 +138,8 @@ class Probe:
             try:
                 answer = ask(self._policy, request)
             except Exception as error:
-                seen = {_name(key): tuple(value.shape) for key, value in inputs.items()}
-                annotate(
-                    error, f"Raised by the policy's first call, with the first observation of {self._env!r}: {seen}."
-                )
+                seen = ", ".join(f"{_name(k)} {v.dtype} {list(v.shape)}" for k, v in inputs.items())
+                annotate(error, f"Raised by the policy's first call, in {self._env!r}, with {seen}. {DTYPES}")
                 raise
         declared = set(_keys_of(self._policy, "out_keys"))
         visible = {k: v for k, v in _leaves(answer).items() if k in declared or v is not before.get(k)}

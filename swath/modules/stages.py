@@ -17,7 +17,7 @@ from torch import Tensor
 from swath.envs.rows import Rows
 from swath.envs.spaces import ActionCodec
 from swath.errors import PolicyError
-from swath.keys import Key, as_key, as_path, nest
+from swath.keys import Key, as_key, as_path, is_private, nest
 
 
 class Stage(Protocol):
@@ -144,12 +144,16 @@ class TensorDictStage(Plain):
         self._made = made
         self._outputs = outputs
         self._keys = tuple(out_keys)
+        self._private = [key for key in self._keys if is_private(key)]
+        self._kept: dict[Key, Tensor] = {}
+        """What the policy wrote for itself in its last call: it may look for it in the next, as noise processes do."""
         self._device = device
 
     def run(self, t: int) -> None:
         """Call the policy and keep what it promised."""
         inputs = {key: tensor.clone() for key, tensor in self._present.items()}
         inputs.update(self._made)
+        inputs.update(self._kept)
         answer = ask(self._call, TensorDict(nest(inputs), self._outputs.batch_size, device=self._device))
         for key in self._keys:
             value = answer.get(key, None)
@@ -158,6 +162,8 @@ class TensorDictStage(Plain):
                     f"The policy wrote {'/'.join(as_path(key))!r} in its first call, but not in this one."
                 )
             self._outputs.put(key, value, "The policy")
+        if self._private:
+            self._kept = {key: answer.get(key) for key in self._private}
 
 
 def ask(call: Any, request: TensorDictBase) -> TensorDictBase:

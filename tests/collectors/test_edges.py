@@ -160,3 +160,32 @@ def test_set_truncated_asks_the_envs_of_a_serial_env() -> None:
 
 def test_policy_version_requests_are_equal() -> None:
     assert PolicyVersion() == PolicyVersion()
+
+
+def test_what_a_policy_writes_for_itself_comes_back_to_it() -> None:
+    """As noise processes do it: under private names, absent at first."""
+
+    def policy(td: Any) -> Any:
+        count = td.get("_count", None)
+        count = torch.zeros(*td.batch_size, 1) if count is None else count + 1
+        return td.update({"_count": count, "action": torch.tensor([1, 0]), "seen": count.clone()})
+
+    batch = Collector(GymEnv(CountingGymEnv(lengths=100)), policy, frames_per_batch=5).next()
+    assert batch["seen"].flatten().tolist() == [0, 1, 2, 3, 4]
+    assert "_count" not in batch.keys()
+
+
+def test_the_stages_tell_how_a_policy_ran() -> None:
+    env = GymEnv("CartPole-v1")
+    collector = Collector(env, torch.nn.Sequential(torch.nn.Linear(4, 2)), frames_per_batch=5)
+    collector.next()
+    assert collector.policy_stages == ["MLPStage"]
+    slow = Collector(GymEnv("CartPole-v1"), lambda td: td.set("action", torch.tensor([1, 0])), frames_per_batch=5)
+    slow.next()
+    assert slow.policy_stages == ["TensorDictStage"]
+
+
+def test_rounding_of_total_frames_is_said() -> None:
+    with pytest.warns(UserWarning, match="total_frames=3 is rounded up"):
+        collector = Collector(CountingEnv((4,)), None, frames_per_batch=4, total_frames=3)
+    assert sum(batch.numel() for batch in collector) == 4
