@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -170,7 +170,7 @@ def sampling_stage(
     exploration: InteractionType | None,
 ) -> SamplingStage | None:
     """A stage that samples as `module` does; None if the module has to do it."""
-    family = FAMILIES.get(module.distribution_class)
+    family = _family_of(module.distribution_class)
     exploration = exploration or module.default_interaction_type
     if family is None or exploration not in (InteractionType.RANDOM, *family.greedy) or not _is_plain(module):
         return None
@@ -239,6 +239,16 @@ FAMILIES: dict[Any, Family] = {
     TanhNormal: Family(("loc", "scale"), (MODE, MEDIAN, DETERMINISTIC), _make_normal, frozenset({"low", "high"})),
     Delta: Family(("param",), (MODE, MEAN, DETERMINISTIC), _make_delta),
 }
+
+
+PEER_TANH_NORMAL = ("torchrl.modules.distributions.continuous", "TanhNormal")
+"""TorchRL's class computes what ours does, for as long as it is given no more than the interval."""
+
+
+def _family_of(kind: Any) -> Family | None:
+    if (getattr(kind, "__module__", None), getattr(kind, "__qualname__", None)) == PEER_TANH_NORMAL:
+        return replace(FAMILIES[TanhNormal], greedy=(DETERMINISTIC,))
+    return FAMILIES.get(kind)
 
 
 def _interval(kwargs: Any) -> tuple[Tensor, Tensor]:

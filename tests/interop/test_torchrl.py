@@ -7,6 +7,13 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import (
+    InteractionType,
+    NormalParamExtractor,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+)
 
 from swath.collectors import Collector
 from swath.envs import GymEnv, SerialEnv
@@ -16,9 +23,16 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     peer_collectors = pytest.importorskip("torchrl.collectors")
     peer_envs = pytest.importorskip("torchrl.envs")
+    peer_modules = pytest.importorskip("torchrl.modules")
     mocks = pytest.importorskip("torchrl.testing.mocking_classes")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def validation_is_off(distributions_are_validated: None) -> None:
+    """As TorchRL sets it when it is imported: some of its distributions fail otherwise."""
+    torch.distributions.Distribution.set_default_validate_args(False)
 
 
 def layout(batch: TensorDictBase) -> dict[Any, Any]:
@@ -110,3 +124,36 @@ def test_seeded_torchrl_envs_repeat_themselves() -> None:
         return next(iter(collector))
 
     assert (run() == run()).all()
+
+
+@pytest.mark.parametrize("bias", [0.0, 3.0])
+@pytest.mark.parametrize("kind", [InteractionType.RANDOM, InteractionType.DETERMINISTIC])
+def test_torchrls_squashed_normal_is_sampled_quickly_and_rightly(bias: float, kind: InteractionType) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2), NormalParamExtractor())
+    with torch.no_grad():
+        net[2].bias += bias
+    policy = ProbabilisticTensorDictSequential(
+        TensorDictModule(net, ["observation"], ["loc", "scale"]),
+        ProbabilisticTensorDictModule(
+            ["loc", "scale"],
+            ["action"],
+            distribution_class=peer_modules.TanhNormal,
+            distribution_kwargs={"low": -2.0, "high": 2.0},
+            return_log_prob=True,
+        ),
+    )
+    collector = Collector(
+        SerialEnv(2, lambda: GymEnv("Pendulum-v1")),
+        policy,
+        frames_per_batch=200,
+        total_frames=200,
+        exploration_type=kind,
+    )
+    batch = collector.next()
+    assert batch is not None
+    assert collector.policy_stages == ["MLPStage", "NormalStage"]
+    wanted = policy.get_dist(batch).log_prob(batch["action"])
+    torch.testing.assert_close(batch["action_log_prob"], wanted, atol=1e-4, rtol=1e-4)
+    if kind is InteractionType.DETERMINISTIC:
+        torch.testing.assert_close(batch["action"], policy.get_dist(batch).deterministic_sample)
