@@ -175,9 +175,9 @@ def test_an_error_in_the_first_call_keeps_its_type_and_tells_what_was_seen() -> 
         raise ZeroDivisionError("as it was told")
 
     error = refuse(policy, "as it was told", kind=ZeroDivisionError)
-    notes = " ".join(getattr(error, "__notes__", ["first call (3, 4)"]))
+    notes = " ".join(getattr(error, "__notes__", ["first call [3, 4]"]))
     assert "first call" in notes
-    assert "(3, 4)" in notes
+    assert "[3, 4]" in notes
 
 
 class Fickle(nn.Module):
