@@ -56,8 +56,12 @@ class Rows:
         """Take in `tensor`, of shape `batch_size + leaf.shape`, as the memory of `key`."""
         self.tensors[key] = tensor
         if tensor.device.type == "cpu":
-            shape = (self.lanes, *tensor.shape[len(self.batch_size) :])
-            self.arrays[key] = tensor.detach().view(shape).numpy()
+            self.arrays[key] = self.flat(key).numpy()
+
+    def flat(self, key: Key) -> Tensor:
+        """`key` as `[N, ...]` over the same memory, wherever it lies."""
+        tensor = self.tensors[key].detach()
+        return tensor.view((self.lanes, *tensor.shape[len(self.batch_size) :]))
 
     def leaf(self, key: Key) -> Leaf:
         """Shape and dtype of one lane of `key`."""
@@ -78,8 +82,7 @@ class Rows:
     def part(self, start: int, stop: int, batch_size: tuple[int, ...]) -> Rows:
         """The rows of lanes `start` to `stop` as rows of their own over the same memory."""
         part = Rows({}, batch_size)
-        for key, tensor in self.tensors.items():
-            leaf = tensor.shape[len(self.batch_size) :]
-            lanes = tensor.view(self.lanes, *leaf)[start:stop]
-            part.add(key, lanes.view(batch_size + tuple(leaf)))
+        for key in self.tensors:
+            lanes = self.flat(key)[start:stop]
+            part.add(key, lanes.view((*batch_size, *lanes.shape[1:])))
         return part

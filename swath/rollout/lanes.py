@@ -48,7 +48,6 @@ class Lanes:
         """The flags of all lanes where they can be read quickly: on the CPU."""
         self.ids = TrajectoryIds(self.count, worker)
         self.meter = EpisodeMeter(self.count)
-        self.state: list[tuple[Key, Key]] = []
         self.has_memory = False
         """Whether anything is carried from step to step beside what the env writes."""
         self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -56,7 +55,6 @@ class Lanes:
 
     def attach(self, state: list[tuple[Key, Key]], outputs: Rows) -> None:
         """Carry the policy's recurrent `state`: pairs of what it reads from the present and writes to `outputs`."""
-        self.state = state
         self._carried = [(self.present.tensors[read], outputs.tensors[written]) for read, written in state]
         self.has_memory = bool(state) or IS_INIT in self.present.tensors or MASK in self.out.tensors
         self._set_init(range(self.count))

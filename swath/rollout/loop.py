@@ -180,7 +180,7 @@ class RolloutLoop:
             wanted.append((MASK, MASK))
         for name, key in wanted:
             column = slot.columns[name]
-            row = rows.arrays[key] if key in rows.arrays else rows.tensors[key].flatten(0, len(rows.batch_size) - 1)
+            row = rows.arrays[key] if isinstance(column, np.ndarray) else rows.flat(key)
             pairs.append((column[0], row.reshape(row.shape[1:])) if self.lanes.count == 1 else (column, row))
         return pairs
 
@@ -231,8 +231,8 @@ class RolloutLoop:
 
     def _warn_of_nan(self, slot: Slot, steps: int) -> None:
         """Once for each key: in what the env answered, and in what it began with."""
-        observations = [(key, key) for key in self.env.observation_keys]
-        for key, name in [*((key, after(key)) for key in self._told), *observations]:
+        begun_with = [(key, key) for key in self.env.observation_keys if key in self._seen]
+        for key, name in [*((key, after(key)) for key in self._told), *begun_with]:
             column = slot.columns[name][:, :steps]
             if key in self._warned or not _has_nan(column):
                 continue

@@ -1,0 +1,26 @@
+"""Rows, wherever they lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swath.envs import Leaf, Rows
+
+LEAVES = {"vector": Leaf((4,), torch.float32), "number": Leaf((), torch.int64)}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("batch_size", "lanes"), [((), 1), ((3,), 3), ((2, 3), 6)])
+def test_flat_has_one_dimension_of_lanes(device: str, batch_size: tuple[int, ...], lanes: int) -> None:
+    rows = Rows(LEAVES, batch_size, torch.device(device))
+    assert rows.flat("vector").shape == (lanes, 4)
+    assert rows.flat("number").shape == (lanes,)
+    assert ("vector" in rows.arrays) == (device == "cpu")
+
+
+def test_flat_and_array_share_the_memory() -> None:
+    rows = Rows(LEAVES, (2, 3))
+    rows.arrays["vector"][4] = 7
+    assert rows.flat("vector")[4].tolist() == [7] * 4
+    assert rows.tensors["vector"][1, 1].tolist() == [7] * 4
