@@ -52,10 +52,13 @@ class BaseCollector(IterableDataset[Any], ABC):
 
     # -- iterating ---------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[TensorDictBase]:
-        """Batches until `total_frames` are delivered; after an error, everything is shut down."""
+    def __iter__(self) -> Iterator[Any]:
+        """Batches until `total_frames` are delivered; after an error, everything is shut down.
+
+        With a replay buffer, None after each batch that was written to it.
+        """
         self._iterating = True
-        source = self.iterator() if self.config.trajs_per_batch is None else self._episodes()
+        source = self._delivered()
         try:
             with Progress(self) if self.config.progress else contextlib.nullcontext() as progress:
                 # No name for the batch: while the consumer has it, nothing here may keep it from being let go.
@@ -66,8 +69,12 @@ class BaseCollector(IterableDataset[Any], ABC):
             self.shutdown(raise_on_error=False)
             raise
 
+    def _delivered(self) -> Iterator[TensorDictBase | None]:
+        """What iterating gives."""
+        return self.iterator() if self.config.trajs_per_batch is None else self._episodes()
+
     @abstractmethod
-    def iterator(self) -> Iterator[TensorDictBase]:
+    def iterator(self) -> Iterator[TensorDictBase | None]:
         """Fixed-frame batches, whatever `trajs_per_batch` says."""
 
     def _episodes(self) -> Iterator[TensorDictBase]:
@@ -100,13 +107,14 @@ class BaseCollector(IterableDataset[Any], ABC):
         return batch
 
     def next(self) -> TensorDictBase | None:
-        """The next batch, or None when there are no more."""
+        """The next batch, or None when there are no more (and always with a replay buffer)."""
         if self._stream is None:
             self._stream = iter(self)
-        batch = next(self._stream, None)
-        if batch is None:
+        try:
+            return next(self._stream)
+        except StopIteration:
             self._stream = None
-        return batch
+            return None
 
     def __len__(self) -> int:
         """Number of batches; endless collectors have none, and nobody knows ahead how many episodes there will be."""
@@ -154,9 +162,9 @@ class BaseCollector(IterableDataset[Any], ABC):
         """Use the collector in a `with` block, at whose end it is shut down."""
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        """Shut down."""
-        self.shutdown()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        """Shut down; nothing that goes wrong then hides the error that ended the block."""
+        self.shutdown(raise_on_error=kind is None)
 
     def __del__(self) -> None:
         """Free what a forgotten `shutdown` left. An env closes itself when nobody holds it, as the user still may."""

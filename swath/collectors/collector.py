@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -12,16 +13,19 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
+from swath.collectors.background import Background
 from swath.collectors.base import BaseCollector
 from swath.collectors.config import CollectorConfig, PolicyVersion, refuse_elsewhere
+from swath.collectors.feeding import BufferWriter
 from swath.collectors.paths import follow
 from swath.collectors.utils import split_trajectories
-from swath.collectors.weights import POLICY_ID, fitted, for_worker, layers_of
+from swath.collectors.weights import POLICY_ID, WeightsMail, fitted, for_worker, layers_of
+from swath.data import ReplayBuffer
 from swath.envs import EnvBase, as_env
 from swath.errors import ClosedError, suggestion
 from swath.keys import STEP_COUNT, TRAJ_IDS, nest
 from swath.modules import RandomPolicy, as_policy
-from swath.rollout import FrameBudget, LoopSettings, RolloutLoop
+from swath.rollout import FrameBudget, LoopSettings, Receipt, RolloutLoop, Slot
 from swath.rollout.devices import as_device
 from swath.seeding import checked_seed
 
@@ -74,6 +78,11 @@ class Collector(BaseCollector):
                 f"total_frames={config.total_frames} is rounded up to whole steps of {lanes} lanes.", stacklevel=2
             )
         self._budget = FrameBudget(config.total_frames, lanes)
+        self._background: Background | None = None
+        self._mail = WeightsMail()
+        self._writer: BufferWriter | None = None
+        if config.replay_buffer is not None:
+            self._writer = BufferWriter(config.replay_buffer, self.env.batch_size, self._is_wanted_elsewhere)
         self._batches = 0
         self._is_fresh = True
         """Whether all lanes are where a reset has left them."""
@@ -130,9 +139,15 @@ class Collector(BaseCollector):
         """Frames in a batch: whole steps of all lanes."""
         return self.frames_per_batch * self.env.num_lanes
 
-    def iterator(self) -> Iterator[TensorDictBase]:
+    def iterator(self) -> Iterator[TensorDictBase | None]:
         """Fixed-frame batches until the budget is spent, which closes the env."""
+        self._must_not_run()
+        if self._writer is not None:
+            return self._fills()
         return map(self._finished, map(self._taken, self._raw_batches()))
+
+    def _delivered(self) -> Iterator[TensorDictBase | None]:
+        return self.iterator() if self._writer is not None else super()._delivered()
 
     def _finished(self, batch: TensorDictBase) -> TensorDictBase:
         if self.config.split_trajs:
@@ -157,6 +172,7 @@ class Collector(BaseCollector):
 
     def rollout(self) -> TensorDictBase:
         """One batch as it was collected, before any post-processing; also when `total_frames` are collected."""
+        self._must_not_run()
         return self._taken(self._collect())
 
     def _taken(self, batch: TensorDictBase) -> TensorDictBase:
@@ -166,6 +182,14 @@ class Collector(BaseCollector):
         return batch
 
     def _collect(self) -> TensorDictBase:
+        """One batch over the memory of a slot."""
+        with torch.inference_mode(False):  # batches are trained on, wherever they were asked for
+            batch = self._lent(*self._roll_out(self.frames_per_batch))
+        self._delivered_at = perf_counter()
+        return batch
+
+    def _roll_out(self, steps: int) -> tuple[Slot, Receipt]:
+        """Fill a slot with `steps` steps, or with what the budget leaves of them."""
         if self.closed:
             raise ClosedError("This collector is shut down; make a new one.")
         if self._delivered_at is not None:
@@ -174,34 +198,149 @@ class Collector(BaseCollector):
             self._pre_hook()
         if self.env.stepped_by is not self._loop.lanes:
             warnings.warn(f"{self.env!r} was used by somebody else: all episodes begin anew.", stacklevel=3)
-            self.reset()
+            self._restart(None)
         if self.config.reset_at_each_iter and not self._is_fresh:
-            self.reset()
-        with torch.inference_mode(False):  # batches are trained on, wherever they were asked for
-            return self._fill_a_slot()
-
-    def _fill_a_slot(self) -> TensorDictBase:
-        loop = self._loop
-        slot = loop.arena.acquire(self._budget.steps(self.frames_per_batch) or self.frames_per_batch)
+            self._restart(None)
+        slot = self._loop.arena.acquire(self._budget.steps(steps) or steps)
         self._is_fresh = False
         try:
-            receipt = loop.collect(slot, random=self._budget.spent < (self.config.init_random_frames or 0))
+            receipt = self._loop.collect(slot, random=self._acts_at_random())
         except BaseException:  # some lanes have made the step and others not: nothing can go on from here
             self.shutdown(raise_on_error=False)
             raise
         self._budget.spend(receipt.frames)
         self._batches += 1
+        return slot, receipt
+
+    def _acts_at_random(self) -> bool:
+        frames = self._budget.spent if self._writer is None else self._writer.frames_written
+        return frames < (self.config.init_random_frames or 0)
+
+    def _lent(self, slot: Slot, receipt: Receipt) -> TensorDictBase:
         batch_size = (*self.env.batch_size, receipt.steps)
-        batch = TensorDict(
-            nest(slot.lend(loop.delivered, receipt.steps)),
+        batch: TensorDictBase = TensorDict(
+            nest(slot.lend(self._loop.delivered, receipt.steps)),
             batch_size=batch_size,
             names=[*(None,) * len(self.env.batch_size), "time"],
         )
         device = self._devices.storing
-        if device is not None:
-            batch = batch.to(device, non_blocking=self.config.no_cuda_sync)
+        return batch if device is None else batch.to(device, non_blocking=self.config.no_cuda_sync)
+
+    # -- into a replay buffer ----------------------------------------------------------------------------------
+
+    def _fills(self) -> Iterator[None]:
+        while not self._budget.is_spent and not self.closed:
+            self.fill()
+            yield None
+        self._end()
+
+    def fill(self) -> bool:
+        """Collect one batch into the replay buffer; whether there is more to collect."""
+        if self._writer is None:
+            raise RuntimeError("This collector has no replay buffer to fill; give it one in the constructor.")
+        self._adopt_weights()
+        with torch.inference_mode(False):
+            if self.config.extend_buffer:
+                self._write_once(self._writer, self.frames_per_batch)
+            else:
+                for _ in range(self._budget.steps(self.frames_per_batch)):
+                    self._write_once(self._writer, 1)
+                    if self._is_wanted_elsewhere():
+                        break
         self._delivered_at = perf_counter()
-        return batch
+        if self._budget.is_spent and self._background is not None:
+            self._end()
+        return not self._budget.is_spent and not self.closed
+
+    def _write_once(self, writer: BufferWriter, steps: int) -> None:
+        config = self.config
+        slot, receipt = self._roll_out(steps)
+        changes = config.postproc is not None or self._post_hook is not None or config.split_trajs
+        if writer.takes_columns and config.trajs_per_batch is None and not changes:
+            writer.write_slot(slot, self._loop.delivered, receipt.steps)  # the data's only copy
+            return
+        batch = self._lent(slot, receipt)
+        if config.trajs_per_batch is None:
+            batch = split_trajectories(batch) if config.split_trajs else batch
+            writer.write_batch(self._deliver(batch))
+            return
+        self._assembler.add(batch)
+        del batch  # its frames are copied: the slot may be used for the next
+        at_a_time = config.trajs_per_write or max(self._assembler.ready, 1)
+        while self._assembler.ready >= at_a_time:
+            lengths = self._assembler.lengths(at_a_time)
+            writer.write_episodes(self._deliver(self._assembler.take(at_a_time, "cat")), lengths)
+
+    def _end(self) -> None:
+        """All frames are collected: what is left of episodes is complete enough to write, or given up and counted."""
+        if self._writer is not None and self._assembler.ready and not self.closed:
+            ready = self._assembler.ready
+            lengths = self._assembler.lengths(ready)
+            self._writer.write_episodes(self._deliver(self._assembler.take(ready, "cat")), lengths)
+        self._assembler.clear()
+        self.shutdown()
+
+    def _is_wanted_elsewhere(self) -> bool:
+        return self._background is not None and self._background.wants_attention()
+
+    # -- in the background -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Collect into the replay buffer in a thread, until `total_frames` are collected or it is shut down.
+
+        From now on the collector acts with a copy of the policy: what is trained meanwhile counts when
+        `update_policy_weights_` publishes it. What goes wrong is raised by `sample()` of the buffer, `is_running()` and
+        `async_shutdown()`.
+        """
+        if self._writer is None:
+            super().start()
+        if self.closed:
+            raise ClosedError("This collector is shut down; make a new one.")
+        if self._background is not None:
+            return
+        self._iterating = True
+        if self.policy is self._given_policy and isinstance(self.policy, nn.Module):
+            self.policy = copy.deepcopy(self.policy)
+            self._loop.policy.exchange(_dressed(self.policy, self.config))
+        self._background = Background(self, repr(self), self.config.interruptor)
+        self._loop.move_to_background(self._background)
+        if isinstance(self.config.replay_buffer, ReplayBuffer):
+            self.config.replay_buffer.attach(self)
+        self._background.start()
+
+    def pause(self) -> AbstractContextManager[Any]:
+        """A context in which background collection rests: nothing is written, and everything may be asked of it."""
+        if self._writer is None:
+            return super().pause()  # type: ignore[no-any-return]
+        return self._at_rest()
+
+    def _at_rest(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._background is None else self._background.resting()
+
+    def _must_not_run(self) -> None:
+        if self._background is not None and self._background.is_alive and not self._background.is_resting:
+            raise RuntimeError(
+                "This collector runs in the background: sample from its replay buffer, or use it inside `with "
+                "collector.pause():`."
+            )
+
+    def is_running(self) -> bool:
+        """Whether it collects in the background; raises what went wrong there."""
+        if self._background is None:
+            return False
+        self._background.raise_failure()
+        return self._background.is_alive
+
+    def is_feeding(self) -> bool:
+        """Whether more frames may come into the replay buffer. For the buffer; users ask `is_running`."""
+        return self._background is not None and self._background.is_alive
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong in the background. For the buffer."""
+        if self._background is not None:
+            self._background.raise_failure()
+
+    # -- control -----------------------------------------------------------------------------------------------
 
     def reset(self, index: Any = None) -> None:
         """Begin new episodes with new ids: in all lanes, or in those of `index` (indices or a mask)."""
@@ -213,24 +352,33 @@ class Collector(BaseCollector):
                 raise RuntimeError("reset(index) chooses among lanes, but this env has no batch dimension.")
             picked = torch.as_tensor(index)
             chosen = chosen.view(self.env.batch_size)[picked if picked.numel() else picked.long()].unique()
-        lanes: list[int] = chosen.tolist()
+        with self._at_rest():
+            self._restart(None if index is None else chosen.tolist())
+
+    def _restart(self, chosen: list[int] | None) -> None:
+        """Begin new episodes in all lanes, or in the `chosen` ones."""
+        lanes = list(range(self.env.num_lanes)) if chosen is None else chosen
         if lanes:
             cut_off = self._loop.lanes.ids.current[lanes].tolist()
             with self._loop.randomness.applied():
                 self._loop.lanes.restart(lanes)
             self._assembler.drop(cut_off)
-            self._is_fresh = self._is_fresh or index is None
+            self._is_fresh = self._is_fresh or chosen is None
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed every lane and the policy's noise, and begin new episodes: the next batch depends on `seed` alone."""
         seed = checked_seed(seed)
+        with self._at_rest():
+            return self._seeded(seed, static_seed)
+
+    def _seeded(self, seed: int, static_seed: bool) -> int:
         self._loop.randomness.seed(seed, self._worker_idx or 0)
         with self._loop.randomness.applied():  # an env may seed torch's own generator, and draw from it
             following = self.env.set_seed(seed, static_seed)
         self._assembler.clear()
         fresh = self._loop.lanes.ids
         before = (fresh.count, fresh.current.copy())
-        self.reset()
+        self._restart(None)
         if not self._loop.stats.frames:  # no frame has an id yet, so none needs a new one
             fresh.count, fresh.current = before
         return following
@@ -250,16 +398,27 @@ class Collector(BaseCollector):
                     source = self._given_policy
                 if source is model:
                     continue  # trained in place: the collector acts with these very tensors
-                if model is self._given_policy and self.config.policy_factory is None:
+                if model is self._given_policy and self.config.policy_factory is None and self._background is None:
                     # Weights from elsewhere must not end up in the policy that the user is training.
                     model = acting = copy.deepcopy(model)
             ready.append(fitted(model, source))
+        if self.is_feeding():
+            self._mail.send(ready)
+            return
+        self._adopt_weights()
         for target, weights in ready:  # all of them fit
             target.load_state_dict(weights, strict=False)
         if acting is not self.policy:
             self.policy = acting
             self._loop.policy.exchange(_dressed(acting, self.config))
         self._loop.version += 1
+
+    def _adopt_weights(self) -> None:
+        """Act with what was published since the last batch."""
+        for ready in self._mail.fetch():
+            for target, weights in ready:
+                target.load_state_dict(weights, strict=False)
+            self._loop.version += 1
 
     def _find_model(self, model_id: str) -> Any:
         try:
@@ -302,6 +461,11 @@ class Collector(BaseCollector):
 
         Simulators cannot be saved: a restored collector begins new episodes.
         """
+        with self._at_rest():
+            return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        self._adopt_weights()
         state: dict[str, Any] = {
             "env_state_dict": self.env.state_dict(),
             "frames": self._budget.spent,
@@ -322,6 +486,11 @@ class Collector(BaseCollector):
         missing = [key for key in ("env_state_dict", "frames", "iter", "traj_pool") if key not in state_dict]
         if missing:
             raise KeyError(f"This is no state of a collector: it has no {', '.join(missing)}.")
+        with self._at_rest():
+            self._load(state_dict, strict)
+
+    def _load(self, state_dict: dict[str, Any], strict: bool) -> None:
+        self._adopt_weights()
         weights = state_dict.get("policy_state_dict")
         if weights is not None:
             if not isinstance(self.policy, nn.Module):
@@ -333,7 +502,7 @@ class Collector(BaseCollector):
         self._loop.randomness.load_state_dict(state_dict.get("randomness"))
         with self._loop.randomness.applied():
             self.env.load_state_dict(state_dict["env_state_dict"])
-        self.reset()
+        self._restart(None)
         self._loop.lanes.ids.restore(state_dict["traj_pool"])
         if "trajectories" in state_dict:
             self._assembler.load_state_dict(state_dict["trajectories"])
@@ -377,7 +546,10 @@ class Collector(BaseCollector):
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """Stop collecting and close the env, unless told to leave it open."""
+        if not self._stop_background(timeout):
+            close_env = False  # it is still being stepped
         if self.closed:
+            self._raise_unreported(raise_on_error)
             return
         self.closed = True
         self._stream = None
@@ -388,6 +560,18 @@ class Collector(BaseCollector):
             except Exception:
                 if raise_on_error:
                     raise
+
+        self._raise_unreported(raise_on_error)
+
+    def _stop_background(self, timeout: float | None) -> bool:
+        """End the thread, if there is one; whether it has ended."""
+        return self._background is None or self._background.stop(timeout)
+
+    def _raise_unreported(self, raise_on_error: bool) -> None:
+        """What went wrong in the background and has reached nobody yet."""
+        background = self._background
+        if raise_on_error and background is not None and not background.is_here and not background.is_reported:
+            background.raise_failure()
 
     def __repr__(self) -> str:
         """Env, policy and size of the batches."""

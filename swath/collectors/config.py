@@ -7,10 +7,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from tensordict import TensorDictBase
 
+from swath.collectors.feeding import is_buffer
 from swath.errors import suggestion
 from swath.modules.exploration import ExplorationType
 from swath.rollout.devices import Devices
@@ -18,6 +19,8 @@ from swath.rollout.loop import Interruptor
 from swath.rollout.trajectories import WORKER_BITS
 
 Hook = Callable[[TensorDictBase], Any]
+Buffer: TypeAlias = Any
+"""A `ReplayBuffer`, or what works like one: it has `extend` and `sample`."""
 Config = TypeVar("Config", bound="CollectorConfig")
 
 TRAJ_FORMATS = ("padded", "cat")
@@ -52,7 +55,8 @@ class CollectorConfig:
         env_device: where the env's data lie; batches stay there unless policy or storing device say otherwise.
         create_env_kwargs: arguments for the env's factory.
         max_frames_per_traj: length at which an episode is truncated; adds `step_count`.
-        init_random_frames: take random actions in the first batches, until so many frames are collected.
+        init_random_frames: take random actions in the first batches, until so many frames are collected; with a replay
+            buffer, until so many are written to it.
         reset_at_each_iter: begin new episodes with each batch.
         postproc: called with every batch; what it returns is delivered.
         split_trajs: deliver `[trajectories, longest]`, padded, with `("collector", "mask")`.
@@ -68,13 +72,19 @@ class CollectorConfig:
         cudagraph_policy: run the policy as a CUDA graph; True, or arguments for `CudaGraphModule`.
         no_cuda_sync: copy between devices without waiting.
         track_policy_version: write `policy_version`; `PolicyVersion()` for batched envs.
-        trajs_per_batch: deliver so many complete episodes at a time instead of frames.
+        trajs_per_batch: deliver so many complete episodes at a time instead of frames; to a replay buffer, write
+            complete episodes only, flat and without padding.
         traj_format: "padded" to `[N, longest]` with a mask, or "cat" one after the other.
         compact_obs: leave the observations out of "next": inside an episode the following root has them, but its final
             observation, which a truncated episode's value depends on, is then nowhere.
         pre_collect_hook: called before every rollout.
         post_collect_hook: called with every batch before it is delivered.
         worker_idx: the index of this worker; part of the trajectory ids.
+        replay_buffer: write to this buffer instead of delivering batches: iterating gives None after each, and
+            `start()` collects in the background.
+        extend_buffer: write to the buffer once per batch; False writes after every step, which is slow.
+        trajs_per_write: with a buffer and `trajs_per_batch`, how many complete episodes are written at a time; by
+            default all that are complete.
         progress: show a progress bar while iterating.
         fast_policy: run known small policies by their array forms; False always calls the modules.
     """
@@ -110,6 +120,9 @@ class CollectorConfig:
     pre_collect_hook: Callable[[], Any] | None = None
     post_collect_hook: Hook | None = None
     worker_idx: int | None = None
+    replay_buffer: Buffer | None = None
+    extend_buffer: bool = True
+    trajs_per_write: int | None = None
     progress: bool = False
     fast_policy: bool = True
 
@@ -146,6 +159,7 @@ class CollectorConfig:
     def _check_values(self) -> None:
         _at_least("frames_per_batch", self.frames_per_batch, 1)
         _at_least("trajs_per_batch", self.trajs_per_batch, 1)
+        _at_least("trajs_per_write", self.trajs_per_write, 1)
         _at_least("worker_idx", self.worker_idx, 0)
         if self.worker_idx is not None and self.worker_idx > MAX_WORKER:
             raise ValueError(f"worker_idx must be at most {MAX_WORKER} to fit into ids, got {self.worker_idx}.")
@@ -162,6 +176,7 @@ class CollectorConfig:
 
     def _check_pairs(self) -> None:
         """Refuse arguments that do not go together."""
+        self._check_buffer()
         if self.traj_format == "cat" and self.trajs_per_batch is None:
             raise ValueError("traj_format='cat' needs trajs_per_batch: it says how complete episodes are delivered.")
         if self.split_trajs and not self.track_traj_ids:
@@ -181,6 +196,24 @@ class CollectorConfig:
             raise ValueError(
                 f"return_same_td=True overwrites one TensorDict, but {other} delivers another shape each time."
             )
+
+    def _check_buffer(self) -> None:
+        """Refuse what makes no sense with a replay buffer, or without."""
+        if self.trajs_per_write is not None and (self.replay_buffer is None or self.trajs_per_batch is None):
+            raise ValueError(
+                f"trajs_per_write={self.trajs_per_write} says how episodes are written to a replay buffer: it needs "
+                "replay_buffer and trajs_per_batch."
+            )
+        if self.replay_buffer is None:
+            return
+        for name in ("return_same_td", "use_buffers"):
+            if getattr(self, name):
+                raise TypeError(f"{name}=True is about batches that are delivered; with replay_buffer there are none.")
+        if not self.extend_buffer and (self.postproc is not None or self.split_trajs):
+            other = "postproc" if self.postproc is not None else "split_trajs"
+            raise TypeError(f"extend_buffer=False writes single steps, but {other} works on whole batches.")
+        if not self.extend_buffer and self.trajs_per_batch is not None:
+            raise TypeError("extend_buffer=False writes single steps, but trajs_per_batch writes whole episodes.")
 
     @property
     def devices(self) -> Devices:
@@ -258,6 +291,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "dict": (lambda value: isinstance(value, Mapping), "a dict"),
     "Callable": (callable, "callable"),
     "Hook": (callable, "callable"),
+    "Buffer": (is_buffer, "a ReplayBuffer"),
     "ExplorationType": (lambda value: isinstance(value, ExplorationType), "an ExplorationType"),
     "Interruptor": (lambda value: hasattr(value, "collection_stopped"), "an object with collection_stopped()"),
     "PolicyVersion": (lambda value: isinstance(value, PolicyVersion), "PolicyVersion()"),

@@ -1,6 +1,18 @@
-"""How a policy explores: tensordict's interaction type under the name that RL users know."""
+"""How a policy explores: tensordict's interaction type under the name that RL users know.
+
+NOTE [Exploring in a thread]: tensordict keeps the type in one place for the whole process. A collector that runs in the
+background must not touch it: the trainer, in its own thread, may just be evaluating. So there it is told to us alone,
+by a context variable, which every thread has for itself. Plans ask `acting_type`, and known modules never look at the
+process's type; only around a call of a module that we do not know is it set for the process, for as long as the call
+takes.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
 
 from tensordict.nn import InteractionType, set_interaction_type
 from tensordict.nn.probabilistic import interaction_type as exploration_type
@@ -10,5 +22,29 @@ ExplorationType = InteractionType
 
 set_exploration_type = set_interaction_type
 """Context manager that sets the exploration type for all policies called inside."""
+
+_of_this_thread: ContextVar[InteractionType | None] = ContextVar("swath_exploration", default=None)
+
+
+@contextmanager
+def exploring_here(kind: InteractionType) -> Iterator[None]:
+    """Let policies that we run in this thread explore like `kind`; see NOTE [Exploring in a thread]."""
+    token = _of_this_thread.set(kind)
+    try:
+        yield
+    finally:
+        _of_this_thread.reset(token)
+
+
+def acting_type() -> InteractionType | None:
+    """The exploration type that counts here."""
+    return _of_this_thread.get() or exploration_type()
+
+
+def told_to_modules() -> AbstractContextManager[Any]:
+    """A context in which modules that we do not know see the type that counts here."""
+    kind = _of_this_thread.get()
+    return nullcontext() if kind is None else set_interaction_type(kind)
+
 
 __all__ = ["ExplorationType", "exploration_type", "set_exploration_type"]

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule
-from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from swath.envs.rows import Rows
 from swath.keys import Key, as_key
+from swath.modules.exploration import acting_type
 from swath.modules.mlp import mlp_stage
 from swath.modules.parts import KNOWN, Writes, declared_by, overlap, parts_of
 from swath.modules.probe import Probe
@@ -68,7 +68,7 @@ class Planner:
             return None
         if [declared_by(part) for part in parts] != [writes.declared for writes in self._writes]:
             return None  # it is not made as it was when it was probed
-        if interaction_type() is None and sum(isinstance(p, ProbabilisticTensorDictModule) for p in parts) > 1:
+        if acting_type() is None and sum(isinstance(p, ProbabilisticTensorDictModule) for p in parts) > 1:
             return None  # which of their defaults counts is the sequence's business
         return list(zip(parts, self._writes, strict=True))
 
@@ -80,7 +80,7 @@ class Planner:
         arrays = {**self._present.arrays, **{k: self._outputs.arrays[k] for k in made if k in self._outputs.arrays}}
         in_keys = [as_key(key) for key in part.in_keys]
         if type(part) is ProbabilisticTensorDictModule and self._fast and self._may_finish_late(part, later):
-            sampling = sampling_stage(part, arrays, self._outputs.arrays, interaction_type())
+            sampling = sampling_stage(part, arrays, self._outputs.arrays, acting_type())
             if sampling is not None:
                 plan.late.update(sampling.late)
                 return sampling
@@ -119,11 +119,11 @@ class Planner:
 def signature_of(policy: Any) -> tuple[Any, ...]:
     """What a plan depends on. Weights are not part of it: stages fetch them for every slot."""
     if not isinstance(policy, nn.Module):
-        return (interaction_type(),)
+        return (acting_type(),)
     modules = tuple(policy.modules())  # themselves, not their ids: these may be given to others later
     made = (weight for weight in policy.parameters() if not nn.parameter.is_lazy(weight))
     weights = tuple((weight.shape, weight.dtype, weight.device) for weight in made)
-    return (interaction_type(), is_altered(policy), modules, weights, tuple(map(_settings_of, modules)))
+    return (acting_type(), is_altered(policy), modules, weights, tuple(map(_settings_of, modules)))
 
 
 def _settings_of(module: nn.Module) -> tuple[Any, ...]:

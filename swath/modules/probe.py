@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType, set_interaction_type
-from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor, nn
 
 from swath.envs.base import EnvBase
 from swath.envs.rows import Rows
 from swath.errors import PolicyError, annotate, suggestion
 from swath.keys import IS_INIT, Key, after, as_key, as_path, nest
+from swath.modules.exploration import acting_type
 from swath.modules.parts import Watch, Writes, overlap
 from swath.modules.stages import ask
 from swath.modules.traces import without_trace
@@ -133,7 +133,7 @@ class Probe:
         before = _leaves(request)
         watch = Watch(None if self._opaque else self._policy)
         # Every distribution can be sampled; many have nothing to offer for tensordict's default, a deterministic value.
-        kind = interaction_type() or InteractionType.RANDOM
+        kind = acting_type() or InteractionType.RANDOM
         with torch.no_grad(), set_interaction_type(kind), without_trace(self._policy), watch.looking():
             try:
                 answer = ask(self._policy, request)

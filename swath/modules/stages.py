@@ -18,6 +18,7 @@ from swath.envs.rows import Rows
 from swath.envs.spaces import ActionCodec
 from swath.errors import PolicyError
 from swath.keys import Key, as_key, as_path, is_private, nest
+from swath.modules.exploration import told_to_modules
 
 
 class Stage(Protocol):
@@ -105,10 +106,11 @@ class TorchStage(Plain):
         """Call the module and keep its results."""
         device = self._device
         inputs = [x.clone() if device is None else x.to(device) for x in self._inputs]
-        if self._names is None:
-            results = self._call(*inputs, **self._options)
-        else:
-            results = self._call(**dict(zip(self._names, inputs, strict=True)), **self._options)
+        with told_to_modules():
+            if self._names is None:
+                results = self._call(*inputs, **self._options)
+            else:
+                results = self._call(**dict(zip(self._names, inputs, strict=True)), **self._options)
         if isinstance(results, Mapping | TensorDictBase):
             results = tuple(results[key] for key in self._keys)
         elif not isinstance(results, tuple):
@@ -168,7 +170,8 @@ class TensorDictStage(Plain):
 
 def ask(call: Any, request: TensorDictBase) -> TensorDictBase:
     """The answer of a policy that takes a TensorDict."""
-    answer = call(request)
+    with told_to_modules():
+        answer = call(request)
     if not isinstance(answer, TensorDictBase):
         raise PolicyError(
             f"The policy was called with a TensorDict and returned {type(answer).__name__}; it must return the "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from swath.keys import (
     after,
     is_private,
 )
+from swath.modules.exploration import exploring_here
 from swath.modules.policy import PolicyRunner
 from swath.rollout.arena import Arena, Slot
 from swath.rollout.lanes import Lanes
@@ -84,6 +85,7 @@ class RolloutLoop:
         self.version = 0
         """The version of the weights that the policy acts with."""
         self.stats = RolloutStats()
+        self._in_background = False
         self.randomness = Randomness(settings.policy_device)
         self.lanes = Lanes(env, limit=settings.max_frames_per_traj, worker=settings.worker)
         with self._exploring():
@@ -98,6 +100,12 @@ class RolloutLoop:
         self.lanes.attach(self.policy.state, self.policy.outputs)
         self.arena = Arena(self._leaves(), env.batch_size, env.rows_device)
         self._warned: set[Key] = set()
+
+    def move_to_background(self, interruptor: Interruptor) -> None:
+        """Leave alone what belongs to the whole process, and ask `interruptor` after each step."""
+        self._in_background = True
+        self.randomness.stand_alone()
+        self.settings = replace(self.settings, interruptor=interruptor)
 
     def collect(self, slot: Slot, *, random: bool = False) -> Receipt:
         """Fill `slot` with consecutive steps of every lane; with `random` actions if so asked."""
@@ -136,7 +144,9 @@ class RolloutLoop:
     def _exploring(self) -> AbstractContextManager[Any]:
         """The exploration type that was asked for; without one, the user's own context stays as it is."""
         kind = self.settings.exploration
-        return nullcontext() if kind is None else set_interaction_type(kind)
+        if kind is None:
+            return nullcontext()
+        return exploring_here(kind) if self._in_background else set_interaction_type(kind)
 
     # -- the layout --------------------------------------------------------------------------------------------
 

@@ -2,12 +2,17 @@
 
 Without a seed, torch's default generator decides, and with it `torch.manual_seed`. Once seeded, a loop has a stream of
 its own: what the trainer draws between two batches does not change them, nor the other way round.
+
+In a thread beside the trainer, torch's default generator cannot be borrowed for a while: the trainer may draw at any
+moment. There a loop has a generator of its own in any case, and only modules that we do not know draw from the default
+one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +29,13 @@ class Randomness:
         """For noise drawn ahead; None is torch's own."""
         self._cuda = device if device is not None and device.type == "cuda" else None
         self._states: tuple[Tensor, Tensor | None] | None = None
+        self._lends = True
+
+    def stand_alone(self) -> None:
+        """From now on leave torch's default generator alone; see above."""
+        self._lends = False
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
 
     def seed(self, seed: int, worker: int = 0) -> None:
         """Begin a stream of our own."""
@@ -36,7 +48,7 @@ class Randomness:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Let policies that draw from torch's default generator draw from our stream."""
-        if self._states is None:
+        if self._states is None or not self._lends:
             yield
             return
         saved = self._swap(self._states)
@@ -58,17 +70,14 @@ class Randomness:
 
     def state_dict(self) -> dict[str, Tensor | None] | None:
         """Where the stream is, or None without a seed."""
-        if self.generator is None or self._states is None:
+        if self.generator is None:
             return None
-        return {
-            "noise": self.generator.get_state(),
-            "cpu": self._states[0],
-            "cuda": self._states[1],
-        }
+        cpu, cuda = self._states or (None, None)
+        return {"noise": self.generator.get_state(), "cpu": cpu, "cuda": cuda}
 
-    def load_state_dict(self, state: dict[str, Tensor] | None) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Go on from where the stream was."""
         if state is not None:
             self.generator = torch.Generator()
             self.generator.set_state(state["noise"])
-            self._states = (state["cpu"], state["cuda"])
+            self._states = None if state["cpu"] is None else (state["cpu"], state["cuda"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,10 @@ class TrajectoryAssembler:
             if done[lane, end]:
                 pieces = self._open.pop(name)
                 self._ready.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces, 0))
+
+    def lengths(self, count: int) -> list[int]:
+        """The lengths of the next `count` complete episodes."""
+        return [episode.shape[0] for episode in islice(self._ready, count)]
 
     def take(self, count: int, form: str) -> TensorDictBase:
         """The next `count` complete episodes: "padded" to `[count, longest]` with a mask, or "cat" after each other."""

@@ -1,0 +1,108 @@
+"""How what is collected gets into a replay buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from swath.data import ReplayBuffer, TensorStorage
+from swath.keys import MASK, Key, as_key
+from swath.rollout import Slot
+
+
+class BufferWriter:
+    """Writes batches of `[*lanes, T]` frames to a buffer, lane by lane.
+
+    A buffer of ours with columns takes them straight from the slot, in one copy; others are given TensorDicts.
+    """
+
+    def __init__(self, buffer: Any, lanes: Iterable[int], stopping: Callable[[], bool]) -> None:
+        """Write to `buffer`; while it makes us wait, ask whether we are `stopping`."""
+        self.buffer = buffer
+        self._lanes = tuple(lanes)
+        self._stopping = stopping
+        self._source = object()
+        self.takes_columns = isinstance(buffer, ReplayBuffer) and isinstance(buffer.storage, TensorStorage)
+        ndim = buffer.storage.ndim if self.takes_columns else 1
+        if ndim not in (1, len(self._lanes) + 1):
+            raise ValueError(
+                f"The replay buffer's storage has ndim={ndim}, but batches are {[*self._lanes, 'T']}: use ndim=1, "
+                f"which takes them frame by frame, or ndim={len(self._lanes) + 1}."
+            )
+        self._is_flat = ndim == 1
+
+    @property
+    def frames_written(self) -> int:
+        """How many frames were ever written to the buffer, by whomever."""
+        return int(self.buffer.write_count)
+
+    def write_slot(self, slot: Slot, keys: Iterable[Key], steps: int) -> None:
+        """Write the first `steps` steps of `slot`."""
+        columns = {key: slot.tensors[key][:, :steps] for key in keys}
+        self._write(columns, (slot.lanes, steps))
+
+    def write_batch(self, batch: TensorDictBase) -> None:
+        """Write a batch: as it was collected, or as a `postproc` has left it."""
+        if not self.takes_columns:
+            self.buffer.extend(batch.reshape(-1) if batch.ndim > 1 else batch)
+        elif tuple(batch.shape[:-1]) == self._lanes:
+            lanes = int(np.prod(self._lanes, dtype=np.int64))
+            columns = {as_key(k): v.reshape(lanes, -1, *v.shape[batch.ndim :]) for k, v in batch.items(True, True)}
+            self._write(columns, (lanes, batch.shape[-1]))
+        else:
+            self.buffer.extend(batch)
+
+    def write_episodes(self, episodes: TensorDictBase, lengths: list[int]) -> None:
+        """Write complete episodes that lie one after the other."""
+        if not self.takes_columns:
+            self.buffer.extend(episodes)
+            return
+        columns = {as_key(key): value for key, value in episodes.items(True, True)}
+        seams = None
+        if sum(lengths) == episodes.shape[0]:  # a postproc may have changed that
+            seams = np.zeros((1, episodes.shape[0]), bool)
+            seams[0, np.cumsum([0, *lengths[:-1]])] = True
+        self._send(columns, (episodes.shape[0],), seams)
+
+    def _write(self, columns: dict[Key, Tensor], shape: tuple[int, int]) -> None:
+        """Columns `[N, T, ...]` to the buffer, without frames in which a lane was idle."""
+        lanes, steps = shape
+        mask = columns.pop(MASK, None)
+        if not self._is_flat:
+            if mask is not None and not bool(mask.all()):
+                raise ValueError(
+                    "The env has steps in which some lanes are idle, for which a storage with lanes (ndim above 1) has "
+                    "no place: use ndim=1."
+                )
+            inner = {key: column.reshape(*self._lanes, steps, *column.shape[2:]) for key, column in columns.items()}
+            self._send(inner, (*self._lanes, steps), None)
+            return
+        seams = None
+        if lanes > 1:
+            seams = np.zeros((lanes, steps), bool)
+            seams[:, 0] = True
+        flat = {key: column.reshape(lanes * steps, *column.shape[2:]) for key, column in columns.items()}
+        if mask is not None and not bool(mask.all()):
+            real = mask.reshape(-1)
+            flat = {key: column[real] for key, column in flat.items()}
+            seams = None if seams is None else _first_of_lanes(mask)
+        count = lanes * steps if mask is None else int(mask.sum())
+        self._send(flat, (count,), None if seams is None else seams.reshape(1, -1))
+
+    def _send(self, columns: dict[Key, Tensor], shape: tuple[int, ...], seams: np.ndarray | None) -> None:
+        self.buffer.write(columns, shape, seams=seams, source=self._source, stopping=self._stopping)
+
+
+def _first_of_lanes(mask: Tensor) -> np.ndarray:
+    """Which of the frames that `mask` `[N, T]` leaves is the first of its lane."""
+    first = (mask.cumsum(1) == 1) & mask
+    return np.asarray(first[mask].cpu().numpy())
+
+
+def is_buffer(value: Any) -> bool:
+    """Whether `value` can be written to as a replay buffer."""
+    return callable(getattr(value, "extend", None)) and callable(getattr(value, "sample", None))

@@ -1,0 +1,30 @@
+"""Where experience is kept: replay buffers, their storages, samplers and writers."""
+
+from swath.data.rate_limiter import RateLimiter
+from swath.data.replay_buffer import RateLimitError, ReplayBuffer
+from swath.data.samplers import (
+    NothingToSampleError,
+    RandomSampler,
+    Sampler,
+    SamplerWithoutReplacement,
+)
+from swath.data.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage, TensorStorage
+from swath.data.writers import RoundRobinWriter, TensorDictRoundRobinWriter, Writer
+
+__all__ = [
+    "LazyMemmapStorage",
+    "LazyTensorStorage",
+    "ListStorage",
+    "NothingToSampleError",
+    "RandomSampler",
+    "RateLimitError",
+    "RateLimiter",
+    "ReplayBuffer",
+    "RoundRobinWriter",
+    "Sampler",
+    "SamplerWithoutReplacement",
+    "Storage",
+    "TensorDictRoundRobinWriter",
+    "TensorStorage",
+    "Writer",
+]

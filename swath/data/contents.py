@@ -1,0 +1,59 @@
+"""What a buffer holds at one moment, as samplers see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from swath.keys import Key
+
+EMPTY = 0
+"""The stamp of a row that holds nothing: never written, being written, or given up by a writer that died."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The rows of a ring, and which of them can be read.
+
+    Rows are written in order, for ever: the row at *position* p lies in row `p % capacity`. A row holds one frame of
+    each lane; the frame of lane l in row r has the *index* `l * capacity + r`, so that a lane is one piece of memory.
+    Most buffers have one lane; those with `ndim` above 1 have several.
+
+    Positions from `first` up to `end` may hold something: a row does if its stamp is its position + 1. All positions
+    below `end` are settled: what is not there now will not come any more.
+    """
+
+    lanes: int
+    capacity: int
+    first: int
+    end: int
+    stamps: np.ndarray
+    """`[capacity]`: position + 1 of what each row holds, or `EMPTY`."""
+    seams: np.ndarray
+    """`[lanes * capacity]`, bool: the frame does not continue the one before it in its lane, as when another writer or
+    another env wrote that one. Says nothing of episodes that end: their flags and ids do."""
+    column: Callable[[Key], np.ndarray]
+    """The entry of that key, for all frames: `[lanes * capacity, ...]`. KeyError if there is none."""
+    whole: bool = False
+    """Whether all of these positions hold something: nobody is writing, and nobody died while writing."""
+
+    @property
+    def rows(self) -> int:
+        """How many positions may hold something."""
+        return self.end - self.first
+
+    def index(self, positions: np.ndarray, lanes: np.ndarray | int = 0) -> np.ndarray:
+        """The frames of `lanes` at `positions`."""
+        return np.asarray(positions % self.capacity + np.asarray(lanes) * self.capacity)
+
+    def positions(self, index: np.ndarray) -> np.ndarray:
+        """The position at which each frame of `index` should be, as seen now."""
+        newest = self.end - 1
+        return np.asarray(newest - (newest - index % self.capacity) % self.capacity)
+
+    def holds(self, index: np.ndarray) -> np.ndarray:
+        """Whether each frame of `index` is there, and is still the one that it was when this was made."""
+        positions = self.positions(index)
+        return np.asarray((self.stamps[index % self.capacity] == positions + 1) & (positions >= self.first))

@@ -1,0 +1,185 @@
+"""Forms: how what users write is taken apart into entries, and put together again when it is read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase, is_tensorclass
+from torch import Tensor
+
+from swath.keys import Key, as_key, nest
+
+WHOLE = "_"
+"""The key of a tensor that has no name."""
+Entries = dict[Key, Tensor]
+
+
+class Form(ABC):
+    """One kind of data."""
+
+    @abstractmethod
+    def take_apart(self, data: Any) -> Entries:
+        """The tensors in `data`, by key."""
+
+    @abstractmethod
+    def put_together(self, entries: Entries, shape: Sequence[int]) -> Any:
+        """Data of the batch size `shape` from its `entries`."""
+
+    @abstractmethod
+    def described(self) -> Any:
+        """The form in words that JSON knows."""
+
+
+class TensorDictForm(Form):
+    """TensorDicts, nested ones included."""
+
+    def take_apart(self, data: Any) -> Entries:
+        """All leaves."""
+        if not isinstance(data, TensorDictBase):
+            raise TypeError(f"The buffer holds TensorDicts, and was given {type(data).__name__}.")
+        entries: Entries = {}
+        for key, value in data.items(True, True):
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"{as_key(key)!r} is {type(value).__name__}, which cannot be laid out in memory ahead. Keep it in "
+                    "a ListStorage, or leave it out."
+                )
+            entries[as_key(key)] = value
+        return entries
+
+    def put_together(self, entries: Entries, shape: Sequence[int]) -> TensorDictBase:
+        """A TensorDict."""
+        return TensorDict(nest(entries), batch_size=shape)
+
+    def described(self) -> Any:
+        """Its name."""
+        return "tensordict"
+
+
+class TensorClassForm(TensorDictForm):
+    """Instances of a tensorclass. Other processes that only read get TensorDicts."""
+
+    def __init__(self, kind: Any) -> None:
+        """Of the class `kind`."""
+        self._kind = kind
+
+    def take_apart(self, data: Any) -> Entries:
+        """All leaves."""
+        return super().take_apart(data.to_tensordict() if is_tensorclass(data) else data)
+
+    def put_together(self, entries: Entries, shape: Sequence[int]) -> Any:
+        """An instance of the class."""
+        return self._kind.from_tensordict(super().put_together(entries, shape))
+
+
+class TensorForm(Form):
+    """Bare tensors."""
+
+    def take_apart(self, data: Any) -> Entries:
+        """The tensor."""
+        return {WHOLE: torch.as_tensor(data)}
+
+    def put_together(self, entries: Entries, shape: Sequence[int]) -> Tensor:
+        """The tensor."""
+        return entries[WHOLE]
+
+    def described(self) -> Any:
+        """Its name."""
+        return "tensor"
+
+
+class TreeForm(Form):
+    """Dicts, lists and tuples of tensors, nested as one likes."""
+
+    def __init__(self, shape: Any) -> None:
+        """Of the `shape` that `shape_of` returns."""
+        self._shape = shape
+
+    @staticmethod
+    def shape_of(data: Any) -> Any:
+        """The nesting of `data`: None for a leaf, a dict, or a list that begins with the name of its kind."""
+        if isinstance(data, Mapping):
+            return {str(name): TreeForm.shape_of(value) for name, value in data.items()}
+        if isinstance(data, tuple | list):
+            return ["tuple" if isinstance(data, tuple) else "list", *(TreeForm.shape_of(value) for value in data)]
+        return None
+
+    def take_apart(self, data: Any) -> Entries:
+        """All leaves, by their paths."""
+        if TreeForm.shape_of(data) != self._shape:
+            raise ValueError(f"The buffer holds data nested as {self._shape}, and was given {TreeForm.shape_of(data)}.")
+        return {as_key(path): torch.as_tensor(leaf) for path, leaf in _leaves(data, ())}
+
+    def put_together(self, entries: Entries, shape: Sequence[int]) -> Any:
+        """The same nesting."""
+        return _grown(self._shape, entries, ())
+
+    def described(self) -> Any:
+        """The nesting."""
+        return {"tree": self._shape}
+
+
+def form_of(data: Any) -> Form:
+    """The form of `data`."""
+    if is_tensorclass(data) and not isinstance(data, NonTensorData):
+        return TensorClassForm(type(data))
+    if isinstance(data, TensorDictBase):
+        return TensorDictForm()
+    if isinstance(data, Mapping | tuple | list):
+        return TreeForm(TreeForm.shape_of(data))
+    if isinstance(data, Tensor | np.ndarray | int | float | bool | np.generic):
+        return TensorForm()
+    raise TypeError(
+        f"{type(data).__name__} cannot be laid out in memory ahead; write TensorDicts or tensors, or keep it in a "
+        "ListStorage."
+    )
+
+
+def form_from(description: Any) -> Form:
+    """The form that `described` told of."""
+    if description == "tensordict":
+        return TensorDictForm()
+    return TensorForm() if description == "tensor" else TreeForm(description["tree"])
+
+
+def gathered(items: Any) -> Any:
+    """One batch of a list of items, such as `[td, td]`; a batch stays as it is."""
+    if isinstance(items, list) and items:
+        first = items[0]
+        if isinstance(first, TensorDictBase | Tensor) or is_tensorclass(first):
+            return torch.stack(items, 0)
+        if isinstance(first, np.ndarray | np.generic | int | float | bool):
+            return torch.as_tensor(np.stack([np.asarray(item) for item in items]))
+    return items
+
+
+def collated(items: list[Any]) -> Any:
+    """A batch of items that were kept one by one: stacked where that can be done, leaf by leaf."""
+    first = items[0]
+    if isinstance(first, Mapping) and not isinstance(first, TensorDictBase):
+        return {name: collated([item[name] for item in items]) for name in first}
+    if isinstance(first, tuple | list):
+        columns = [collated(list(column)) for column in zip(*items, strict=True)]
+        return tuple(columns) if isinstance(first, tuple) else columns
+    return gathered(items)
+
+
+def _leaves(data: Any, path: tuple[str, ...]) -> list[tuple[tuple[str, ...], Any]]:
+    if isinstance(data, Mapping):
+        return [leaf for name, value in data.items() for leaf in _leaves(value, (*path, str(name)))]
+    if isinstance(data, tuple | list):
+        return [leaf for at, value in enumerate(data) for leaf in _leaves(value, (*path, str(at)))]
+    return [(path, data)]
+
+
+def _grown(shape: Any, entries: Entries, path: tuple[str, ...]) -> Any:
+    if isinstance(shape, Mapping):
+        return {name: _grown(inner, entries, (*path, name)) for name, inner in shape.items()}
+    if isinstance(shape, list):
+        values = [_grown(inner, entries, (*path, str(at))) for at, inner in enumerate(shape[1:])]
+        return tuple(values) if shape[0] == "tuple" else values
+    return entries[as_key(path)]

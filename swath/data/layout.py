@@ -1,0 +1,106 @@
+"""Layouts: what lies where in a storage's memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swath.data.forms import Entries, Form, form_from
+from swath.keys import Key, as_key, as_path
+
+ALIGNMENT = 64
+"""Columns begin at multiples of this: a cache line."""
+PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Stand-ins, by size, for types that numpy does not know."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Everything about the entries of a storage but their values.
+
+    Attributes:
+        form: how data are taken apart and put together.
+        leaves: shape (of one frame) and dtype of every entry.
+        dims: the storage's batch dimensions beside the one that it grows along: those of its lanes.
+        rows: how many frames each lane has room for.
+    """
+
+    form: Form
+    leaves: dict[Key, tuple[tuple[int, ...], torch.dtype]]
+    dims: tuple[int, ...]
+    rows: int
+
+    @property
+    def lanes(self) -> int:
+        """How many lanes there are."""
+        return math.prod(self.dims)
+
+    @property
+    def frames(self) -> int:
+        """How many frames there is room for."""
+        return self.lanes * self.rows
+
+    @staticmethod
+    def of(form: Form, entries: Entries, dims: Sequence[int], max_size: int) -> Layout:
+        """The layout for `entries` `[*dims, rows, ...]`, with room for `max_size` frames over all lanes."""
+        lanes = math.prod(dims)
+        if max_size < lanes:
+            raise ValueError(f"A storage of max_size={max_size} has no room for one frame of each of {lanes} lanes.")
+        leaves = {key: (tuple(entry.shape[len(dims) + 1 :]), entry.dtype) for key, entry in entries.items()}
+        return Layout(form, leaves, tuple(dims), max_size // lanes)
+
+    def offsets(self, start: int) -> dict[Key, int]:
+        """Where each column begins, if the first does at `start` or a little later; `None` is where the last ends."""
+        offsets, at = {}, start
+        for key, (shape, dtype) in self.leaves.items():
+            at = -(-at // ALIGNMENT) * ALIGNMENT
+            offsets[key] = at
+            at += self.frames * math.prod(shape) * dtype.itemsize
+        offsets[()] = at
+        return offsets
+
+    def to_json(self) -> str:
+        """In words."""
+        leaves = [[as_path(key), shape, name_of(dtype)] for key, (shape, dtype) in self.leaves.items()]
+        return json.dumps({"form": self.form.described(), "leaves": leaves, "dims": self.dims, "rows": self.rows})
+
+    @staticmethod
+    def from_json(words: str) -> Layout:
+        """From words. Nothing in them is ever executed."""
+        told = json.loads(words)
+        leaves = {as_key(path): (tuple(shape), dtype_named(name)) for path, shape, name in told["leaves"]}
+        return Layout(form_from(told["form"]), leaves, tuple(told["dims"]), told["rows"])
+
+
+def array_of(tensor: Tensor) -> np.ndarray:
+    """`tensor` on the CPU as an array over the same memory; as integers of its size if numpy does not know its type."""
+    tensor = tensor.detach()
+    try:
+        return tensor.numpy()
+    except TypeError:
+        return tensor.view(PLAIN[tensor.dtype.itemsize]).numpy()
+
+
+def tensor_of(array: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """The reverse of `array_of`."""
+    tensor = torch.from_numpy(array)
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The type of that name."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no type of tensors.")
+    return dtype
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a type."""
+    return str(dtype).removeprefix("torch.")

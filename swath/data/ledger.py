@@ -1,0 +1,313 @@
+"""Ledger: which rows of a ring hold what, while some write and others read.
+
+NOTE [Writing and reading at once]: a writer first *reserves* rows, under the lock: it notes in the table of writers
+which positions it is going to write, takes the stamps off these rows, and moves the head. Then it copies its data,
+without any lock, and *commits*: it stamps each row with its position and clears its note. A reader copies what it wants
+without any lock and looks at the stamps afterwards: rows whose stamp is not the expected one are being written or were
+overwritten, and are drawn again. A reader that is overtaken again and again takes the lock, and then nobody reserves.
+
+No frame is ever seen half written, because a row has no stamp from before its first byte changes until after its last
+one has. A writer may be killed at any instruction. The lock is taken back by the system (NOTE [Locks that outlive
+nobody]); rows that it had reserved have no stamp, so nobody reads them, and whoever next meets its note in the table
+and finds the process gone counts them as lost. A writer that is stopped, not dead, keeps its rows: others write on
+until the ring comes round to them, and then wait for it, with a deadline. Readers rely on stores being seen in order,
+as x86 keeps them; on other machines the system calls around the lock do the same for all but the optimistic read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from swath.data.contents import EMPTY
+from swath.runtime import is_alive, own_birth
+
+WRITERS = 256
+"""How many processes can write at the same time."""
+NOBODY = 0
+HEAD, ORIGIN, LOST, HOLES, SAMPLED, LAYOUT = range(6)
+COUNTERS = 16
+SLOW_NS = 500_000_000
+"""A writer that takes longer than this may be dead, and is no longer waited for by readers."""
+PATIENCE_S = 60.0
+PAUSE_S = 1e-3
+
+
+class Ledger:
+    """The counters of one ring, the table of its writers, and the stamps of its rows."""
+
+    def __init__(self, numbers: np.ndarray | None = None, lock: AbstractContextManager[Any] | None = None) -> None:
+        """Keep count in `numbers` (see `size`) under `lock`; by default, for the threads of this process."""
+        self._numbers = np.zeros(Ledger.size(), np.int64) if numbers is None else numbers
+        self._is_local = lock is None
+        self._lock = threading.RLock() if lock is None else lock
+        self._slot: int | None = None
+        self._slot_owner = 0
+        self.capacity = 0
+        self.lanes = 1
+        self.stamps = np.empty(0, np.int64)
+        self._open_table()
+
+    def _open_table(self) -> None:
+        """The table of writers: who each is, which positions it is writing (none if both are equal), and since when."""
+        table = self._numbers[COUNTERS:].reshape(5, WRITERS)
+        self._pids, self._births, self._begins, self._ends, self._since = table
+
+    @staticmethod
+    def size() -> int:
+        """How many 64-bit numbers a ledger needs."""
+        return COUNTERS + 5 * WRITERS
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Under it, nobody reserves rows."""
+        return self._lock
+
+    def attach(self, stamps: np.ndarray, lanes: int) -> None:
+        """Keep the stamps of rows in `stamps` `[capacity]`; each row has a frame of each of `lanes`."""
+        self.stamps, self.capacity, self.lanes = stamps, len(stamps), lanes
+
+    # -- counters ----------------------------------------------------------------------------------------------
+
+    @property
+    def head(self) -> int:
+        """The position of the next row to be reserved."""
+        return int(self._numbers[HEAD])
+
+    @property
+    def origin(self) -> int:
+        """The position of the first row since the ring was last emptied."""
+        return int(self._numbers[ORIGIN])
+
+    @property
+    def first(self) -> int:
+        """The oldest position that may hold something."""
+        return max(self.origin, self.head - self.capacity)
+
+    @property
+    def written(self) -> int:
+        """How many frames were ever written since the ring was last emptied."""
+        return (self.head - self.origin - int(self._numbers[LOST]) - self._in_flight()) * self.lanes
+
+    @property
+    def lost(self) -> int:
+        """How many frames a writer had begun to write when it died."""
+        return int(self._numbers[LOST]) * self.lanes
+
+    @property
+    def holes(self) -> int:
+        """How many rows that should hold something do not, because a writer died."""
+        return int(self._numbers[HOLES])
+
+    @property
+    def held(self) -> int:
+        """How many frames can be read."""
+        if not self.capacity:
+            return 0
+        holes = self.holes + self._in_flight()
+        return max(self.head - self.first - holes, 0) * self.lanes
+
+    def _in_flight(self) -> int:
+        return int(np.maximum(self._ends - self._begins, 0).sum())
+
+    @property
+    def sampled(self) -> int:
+        """How many frames were ever sampled."""
+        return int(self._numbers[SAMPLED])
+
+    def count_samples(self, frames: int) -> None:
+        """Count `frames` that were sampled."""
+        with self._lock:
+            self._numbers[SAMPLED] += frames
+
+    @property
+    def layout(self) -> int:
+        """How many bytes describe what the shared memory holds; none as long as it has no layout."""
+        return int(self._numbers[LAYOUT])
+
+    @layout.setter
+    def layout(self, size: int) -> None:
+        self._numbers[LAYOUT] = size
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    def reserve(self, rows: int, skipped: int = 0) -> int:
+        """Take the next `rows` rows (at most all), after `skipped` positions that nobody will write.
+
+        Returns the position of the first. Waits for a writer that is still busy with one of them; a dead one is not
+        waited for.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            with self._lock:
+                slot = self._own_slot()
+                begin = self.head + skipped
+                ahead = self._in_the_way(begin, rows)
+                if ahead is None:
+                    self._take(slot, begin, rows)
+                    return begin
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"Process {ahead} has been writing to the replay buffer for {PATIENCE_S:.0f} s, and its rows are "
+                    "needed: it is stopped, or the buffer is too small for what is written at a time."
+                )
+            time.sleep(PAUSE_S)
+
+    def _take(self, slot: int, begin: int, rows: int) -> None:
+        """Note, then take the stamps off, then move the head: a writer killed in between has changed nothing else."""
+        self._since[slot] = time.monotonic_ns()
+        self._begins[slot] = self._ends[slot] = begin
+        self._ends[slot] = begin + rows
+        if self._numbers[HOLES]:  # those that are now overwritten are no holes any more
+            former = np.arange(begin, begin + rows) - self.capacity
+            empty = self.stamps[former % self.capacity] == EMPTY
+            self._numbers[HOLES] = max(0, self._numbers[HOLES] - int((empty & (former >= self.origin)).sum()))
+        for part in self.parts(begin, rows):
+            self.stamps[part] = EMPTY
+        self._numbers[HEAD] = begin + rows
+
+    def commit(self, begin: int, rows: int) -> None:
+        """The `rows` rows from `begin` on are whole: let them be read."""
+        position = begin + 1
+        for part in self.parts(begin, rows):
+            count = part.stop - part.start
+            self.stamps[part] = np.arange(position, position + count)
+            position += count
+        self._clear()
+
+    def give_up(self) -> None:
+        """What was reserved could not be written: leave it without stamps, and count it."""
+        with self._lock:
+            self._bury(self._own_slot())
+
+    def parts(self, begin: int, rows: int) -> list[slice]:
+        """Where the positions from `begin` on lie: one piece of the ring, or two."""
+        start = begin % self.capacity
+        stop = start + rows
+        if stop <= self.capacity:
+            return [slice(start, stop)]
+        return [slice(start, self.capacity), slice(0, stop - self.capacity)]
+
+    def _clear(self) -> None:
+        assert self._slot is not None
+        self._begins[self._slot] = self._ends[self._slot]
+
+    def _own_slot(self) -> int:
+        """This process's place in the table of writers; taken at its first write, from nobody or from a dead one."""
+        if self._slot is not None and self._slot_owner == os.getpid():
+            return self._slot
+        pid, birth = os.getpid(), own_birth()
+        for slot in range(WRITERS):
+            owner = int(self._pids[slot])
+            if owner == NOBODY or not is_alive(owner, int(self._births[slot])):
+                self._bury(slot)
+                self._births[slot], self._pids[slot] = birth, pid
+                self._slot, self._slot_owner = slot, pid
+                return slot
+        raise RuntimeError(f"{WRITERS} processes write to this replay buffer already; it has room for no more.")
+
+    def _bury(self, slot: int) -> None:
+        """Count what a writer left unfinished, and clear its note."""
+        positions = np.arange(self._begins[slot], min(int(self._ends[slot]), self.head))
+        if len(positions):
+            unfinished = int((self.stamps[positions % self.capacity] != positions + 1).sum())
+            self._numbers[LOST] += unfinished
+            self._numbers[HOLES] += unfinished
+        self._begins[slot] = self._ends[slot]
+
+    def _busy(self) -> np.ndarray:
+        """The places of those who are writing now."""
+        return np.flatnonzero(self._ends > self._begins)
+
+    def _is_dead(self, slot: int) -> bool:
+        return not is_alive(int(self._pids[slot]), int(self._births[slot]))
+
+    def _in_the_way(self, begin: int, rows: int) -> int | None:
+        """A process that is still writing a row which the positions from `begin` on need; dead ones are buried."""
+        now = time.monotonic_ns()
+        for slot in self._busy():
+            overlaps = begin + rows > self._begins[slot] + self.capacity
+            if (overlaps or now - self._since[slot] > SLOW_NS) and self._is_dead(slot):
+                self._bury(slot)
+            elif overlaps:
+                return int(self._pids[slot])
+        return None
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def settled(self) -> int:
+        """The position below which nothing is being written any more, but by those who are far too slow."""
+        head = self.head  # before the notes: whoever has moved it further has noted it first
+        busy = self._busy()
+        if not len(busy):
+            return head
+        late = time.monotonic_ns() - self._since[busy] > SLOW_NS
+        if late.any():
+            self.bury_the_dead()
+        return min(head, *map(int, self._begins[busy[~late]]), head)
+
+    def bury_the_dead(self) -> None:
+        """Count what dead writers left unfinished."""
+        with self._lock:
+            self._in_the_way(self.head, 0)
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """A context in which nobody writes: those who had begun have finished, or are dead."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            with self._lock:
+                busy = self._busy_and_alive()
+                if busy is None:
+                    yield
+                    return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"Process {busy} has been writing to the replay buffer for {PATIENCE_S:.0f} s.")
+            time.sleep(PAUSE_S)
+
+    def _busy_and_alive(self) -> int | None:
+        for slot in self._busy():
+            if not self._is_dead(slot):
+                return int(self._pids[slot])
+            self._bury(slot)
+        return None
+
+    def clear(self) -> None:
+        """Forget all rows. Only while nobody writes."""
+        self.stamps[:] = EMPTY
+        head = -(-self.head // self.capacity) * self.capacity if self.capacity else 0  # row 0 comes next
+        self._numbers[[ORIGIN, HEAD]] = head
+        self._numbers[[LOST, HOLES, SAMPLED]] = 0
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, int]:
+        """The counters. Only while nobody writes."""
+        return {name: int(self._numbers[at]) for name, at in _SAVED.items()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on with saved counters. Only while nobody writes."""
+        for name, at in _SAVED.items():
+            self._numbers[at] = state[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy for another buffer: without what belongs to this process. What is shared travels as its memory."""
+        table = dict.fromkeys(("_pids", "_births", "_begins", "_ends", "_since"))
+        return {**self.__dict__, **table, "_slot": None, "_lock": None if self._is_local else self._lock}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a lock for threads, if it was one."""
+        self.__dict__.update(state)
+        self._open_table()
+        if self._is_local:
+            self._lock = threading.RLock()
+
+
+_SAVED = {"head": HEAD, "origin": ORIGIN, "lost": LOST, "holes": HOLES, "sampled": SAMPLED}

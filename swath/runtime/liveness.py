@@ -1,0 +1,43 @@
+"""Whether a process is still the one it was."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+UNKNOWN = 0
+"""The birth of a process where the system does not tell."""
+
+
+def birth_of(pid: int) -> int | None:
+    """When the process `pid` began, in the system's own ticks; None if there is none, or it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return None
+        return UNKNOWN if _answers(pid) else None
+    except OSError:  # it ended while we read
+        return None
+    state, started = fields[0], int(fields[19])
+    return None if state in "ZX" else started
+
+
+def own_birth() -> int:
+    """When this process began. Together with its id it names the process for ever, as ids are given out again."""
+    return birth_of(os.getpid()) or UNKNOWN
+
+
+def is_alive(pid: int, birth: int) -> bool:
+    """Whether the process `pid` that began at `birth` still runs (or is stopped, but not dead)."""
+    return birth_of(pid) == birth
+
+
+def _answers(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,91 @@
+"""A lock between processes whose holder may die."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+
+from swath.runtime.memory import Block
+
+PATIENCE_S = 30.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 2e-3
+
+
+class ProcessLock:
+    """Held by one thread of one process at a time, which may take it again; the system takes it back from the dead.
+
+    NOTE [Locks that outlive nobody]: the lock is the `flock` of an open file description, which ends with the process
+    that opened it, at whatever instruction it was killed. Semaphores and condition variables do not: whoever is killed
+    with one locks out all others for ever. The price is that waiting means asking again: `flock` knows no deadline, and
+    a holder that is stopped (not dead) must end in an error, not in a hang. It is held for microseconds.
+    """
+
+    def __init__(self, block: Block) -> None:
+        """Lock `block`: all processes that have it share the lock."""
+        self._block = block
+        self._begin()
+
+    def _begin(self) -> None:
+        # A description of our own: one that is inherited by a child would be held by both, and survive either.
+        self._fd = os.open(f"/proc/self/fd/{self._block.fd}", os.O_RDWR | os.O_CLOEXEC)
+        self._owner = os.getpid()
+        self._threads = threading.RLock()
+        self._depth = 0
+
+    def acquire(self, timeout_s: float = PATIENCE_S) -> None:
+        """Take the lock, or raise TimeoutError."""
+        if os.getpid() != self._owner:  # we are a forked child
+            os.close(self._fd)
+            self._begin()
+        deadline = time.monotonic() + timeout_s
+        if not self._threads.acquire(timeout=timeout_s):
+            raise TimeoutError(f"Another thread of this process has held a shared lock for {timeout_s:.0f} s.")
+        if self._depth:  # this thread has it already
+            self._depth += 1
+            return
+        try:
+            self._await_processes(deadline)
+            self._depth = 1
+        except BaseException:  # also an interrupt
+            self._threads.release()
+            raise
+
+    def _await_processes(self, deadline: float) -> None:
+        pause = FIRST_PAUSE_S
+        while True:
+            try:
+                return fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        "Another process has held a shared lock for too long: it is stopped, or the machine is "
+                        "overloaded."
+                    ) from None
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def release(self) -> None:
+        """Give the lock back."""
+        self._depth -= 1
+        if not self._depth:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self._threads.release()
+
+    def __enter__(self) -> None:
+        """Take the lock."""
+        self.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        """Give it back."""
+        self.release()
+
+    def __reduce__(self) -> tuple[type[ProcessLock], tuple[Block]]:
+        """Travel as the block."""
+        return ProcessLock, (self._block,)
+
+    def __del__(self) -> None:
+        """Close our description."""
+        if getattr(self, "_owner", None) == os.getpid():
+            os.close(self._fd)

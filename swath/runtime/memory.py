@@ -1,0 +1,96 @@
+"""Memory that several processes map.
+
+NOTE [Unnamed memory]: a block is an open file that has no name: a memfd, or a file that was unlinked as it was made.
+Whoever was handed the descriptor can map it, nobody else can find it, and the system frees it when the last process
+that has it ends, however it ends. Nothing can be left behind. Descriptors travel with a process that is being started,
+or later through the sockets of `multiprocessing`; a forked child simply has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import tempfile
+from multiprocessing import reduction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PAGE = mmap.PAGESIZE
+
+
+class Block:
+    """A piece of memory behind a descriptor, which may be made larger once."""
+
+    def __init__(self, fd: int) -> None:
+        """Own `fd`."""
+        self.fd = fd
+        self._map: mmap.mmap | None = None
+
+    @property
+    def size(self) -> int:
+        """How many bytes there are."""
+        return os.fstat(self.fd).st_size
+
+    def resize(self, size: int) -> None:
+        """Make room for `size` bytes, zero at first. They take memory when they are written."""
+        os.ftruncate(self.fd, size)
+
+    def array(self, shape: tuple[int, ...], dtype: Any, offset: int = 0) -> np.ndarray:
+        """An array over the block's memory; it stays valid for as long as it is held."""
+        if self._map is None or len(self._map) < self.size:
+            self._map = mmap.mmap(self.fd, self.size)
+        dtype = np.dtype(dtype)
+        if math.prod(shape) == 0:
+            return np.empty(shape, dtype)
+        flat = np.frombuffer(self._map, dtype, math.prod(shape), offset)
+        return flat.reshape(shape)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel as a descriptor."""
+        return _rebuilt, (reduction.DupFd(self.fd),)
+
+    def __del__(self) -> None:
+        """Close the descriptor; the memory lives on where it is mapped."""
+        with contextlib.suppress(Exception):
+            os.close(self.fd)
+
+
+class MemoryBlock(Block):
+    """A block in memory."""
+
+    def __init__(self, size: int = 0) -> None:
+        """Make one of `size` bytes."""
+        if not hasattr(os, "memfd_create"):
+            raise RuntimeError(
+                "Memory that processes share without leaving names behind needs memfd_create, which this system has "
+                "not (Linux has): share in another way, or collect in one process."
+            )
+        super().__init__(os.memfd_create("swath", os.MFD_CLOEXEC))
+        self.resize(size)
+
+
+class FileBlock(Block):
+    """A block in a file: as large as the disk, and only as much in memory as is in use."""
+
+    def __init__(self, directory: str | Path | None = None, name: str | None = None) -> None:
+        """Make one in `directory`; with a `name` the file stays there, without one it has none."""
+        if name is None:
+            handle, path = tempfile.mkstemp(prefix="swath-", dir=directory)
+            os.unlink(path)
+        else:
+            path = str(Path(directory or ".") / name)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        super().__init__(handle)
+
+
+def _rebuilt(handle: Any) -> Block:
+    return Block(handle.detach())
+
+
+def page_aligned(offset: int) -> int:
+    """`offset` rounded up to the next page."""
+    return -(-offset // PAGE) * PAGE
