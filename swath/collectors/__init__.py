@@ -3,6 +3,7 @@
 from swath.collectors.base import BaseCollector
 from swath.collectors.collector import Collector
 from swath.collectors.config import CollectorConfig, PolicyVersion
+from swath.collectors.minari import MinariRecorder
 from swath.collectors.profile import ProfileConfig
 
 # Names of the founding documents.
@@ -14,6 +15,7 @@ __all__ = [
     "Collector",
     "CollectorConfig",
     "DataCollectorBase",
+    "MinariRecorder",
     "PolicyVersion",
     "ProfileConfig",
     "SyncDataCollector",

@@ -29,7 +29,7 @@ from swath.rollout import Interruptor
 REST_S = 60.0
 """How long a step may take while somebody waits for the collector to rest."""
 STOP_S = 5.0
-SWITCH_S = 0.0005
+SWITCH_S = 0.0001
 """How long a thread may keep the interpreter while a collector runs in the background."""
 
 

@@ -1,14 +1,16 @@
 """Where experience is kept: replay buffers, their storages, samplers and writers."""
 
+from swath.data.prioritized import PrioritizedSampler
 from swath.data.rate_limiter import RateLimiter
 from swath.data.replay_buffer import RateLimitError, ReplayBuffer
-from swath.data.samplers import (
-    NothingToSampleError,
-    RandomSampler,
-    Sampler,
-    SamplerWithoutReplacement,
-)
+from swath.data.samplers import NothingToSampleError, RandomSampler, Sampler, SamplerWithoutReplacement
+from swath.data.slices import SliceSampler, SliceSamplerWithoutReplacement
 from swath.data.storages import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage, TensorStorage
+from swath.data.tensordict_buffers import (
+    PrioritizedReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
 from swath.data.writers import RoundRobinWriter, TensorDictRoundRobinWriter, Writer
 
 __all__ = [
@@ -16,6 +18,8 @@ __all__ = [
     "LazyTensorStorage",
     "ListStorage",
     "NothingToSampleError",
+    "PrioritizedReplayBuffer",
+    "PrioritizedSampler",
     "RandomSampler",
     "RateLimitError",
     "RateLimiter",
@@ -23,7 +27,11 @@ __all__ = [
     "RoundRobinWriter",
     "Sampler",
     "SamplerWithoutReplacement",
+    "SliceSampler",
+    "SliceSamplerWithoutReplacement",
     "Storage",
+    "TensorDictPrioritizedReplayBuffer",
+    "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
     "Writer",

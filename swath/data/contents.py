@@ -36,6 +36,8 @@ class Contents:
     another env wrote that one. Says nothing of episodes that end: their flags and ids do."""
     column: Callable[[Key], np.ndarray]
     """The entry of that key, for all frames: `[lanes * capacity, ...]`. KeyError if there is none."""
+    origin: int = 0
+    """The first position since the buffer was last emptied: if it is still `first`, nothing was overwritten."""
     whole: bool = False
     """Whether all of these positions hold something: nobody is writing, and nobody died while writing."""
 

@@ -566,9 +566,35 @@ class ReplayBuffer:
 
     dump, load, save = dumps, loads, dumps
 
-    def to_minari(self, dataset_id: str, env: Any = None, **metadata: Any) -> Any:
-        """Write all complete episodes to a Minari dataset; see `swath.data.minari.write_minari`."""
-        raise NotImplementedError
+    def to_minari(
+        self,
+        dataset_id: str,
+        env: Any = None,
+        *,
+        keep_headless: bool = False,
+        keep_unfinished: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Write the complete episodes to a Minari dataset, and return that. Nobody writes to the buffer meanwhile.
+
+        Args:
+            dataset_id: the dataset's name, as in "cartpole/random-v0".
+            env: the env that the frames come from; without one, `observation_space` and `action_space` are needed.
+            keep_headless: also write episodes whose beginning may have been overwritten.
+            keep_unfinished: also write episodes that have not ended, as truncated.
+            options: see `swath.data.minari.write_minari`.
+        """
+        from swath.data.minari import episodes_in, write_minari
+
+        storage = self._tensor_storage()
+
+        def read(index: np.ndarray) -> TensorDictBase:
+            return TensorDictForm().put_together(storage.read_entries(index), [len(index)])
+
+        with self._writing, storage.ledger.at_rest():
+            contents = self._contents_to_draw()
+            episodes = episodes_in(contents, read, keep_headless=keep_headless, keep_unfinished=keep_unfinished)
+            return write_minari(episodes, dataset_id, env, **options)
 
     def shutdown(self) -> None:
         """Stop drawing ahead."""

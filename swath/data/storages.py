@@ -50,7 +50,17 @@ class Storage(ABC):
         end = ledger.settled()
         first = min(ledger.first, end)
         whole = end == ledger.head and not ledger.holes
-        return Contents(ledger.lanes, ledger.capacity, first, end, ledger.stamps, self.seams, self.column, whole)
+        return Contents(
+            lanes=ledger.lanes,
+            capacity=ledger.capacity,
+            first=first,
+            end=end,
+            stamps=ledger.stamps,
+            seams=self.seams,
+            column=self.column,
+            origin=ledger.origin,
+            whole=whole,
+        )
 
     @abstractmethod
     def column(self, key: Key) -> np.ndarray:

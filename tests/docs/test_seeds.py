@@ -381,9 +381,55 @@ def test_a_collector_that_fills_a_buffer_in_the_background() -> None:
 
 
 def test_slices_never_cross_episodes() -> None:
-    needs("SliceSampler")
+    needs("MultiCollector")
     samples: list[TensorDictBase] = []
     run(SLICES, my_policy=cartpole_policy(), seen=samples.append)
+    check_slices(samples, 8)
+
+
+ONE_PROCESS_SLICES = """
+from swath.collectors import Collector
+from swath.data import LazyTensorStorage, ReplayBuffer, SliceSampler
+from swath.envs import GymEnv
+
+rb = ReplayBuffer(
+    storage=LazyTensorStorage(100_000),
+    sampler=SliceSampler(slice_len=32, end_key=("next", "done")),
+    batch_size=256,
+    shared=True,
+)
+collector = Collector(
+    GymEnv("CartPole-v1"),
+    my_policy,
+    replay_buffer=rb,
+    frames_per_batch=200,
+    total_frames=-1,
+    trajs_per_batch=8,
+)
+collector.start()
+for step in range(train_steps):
+    batch = rb.sample()
+    seen(batch)
+collector.async_shutdown()
+"""
+
+
+def test_the_tip_for_trajectory_based_training_in_one_process() -> None:
+    # A policy that balances for a while: the document's own waits until there is an episode of 32 steps.
+    def balance(observation: torch.Tensor) -> torch.Tensor:
+        right = (observation[..., 2] + observation[..., 3] > 0).long()
+        return nn.functional.one_hot(right, 2)
+
+    samples: list[TensorDictBase] = []
+    run(ONE_PROCESS_SLICES, my_policy=balance, train_steps=20, seen=samples.append)
+    assert len(samples) == 20
+    check_slices(samples, 32)
+
+
+def check_slices(samples: list[TensorDictBase], length: int) -> None:
     for sample in samples:
-        ids = sample["collector", "traj_ids"].view(-1, 8)
+        assert sample.shape == (256,)
+        ids = sample["collector", "traj_ids"].view(-1, length)
         assert (ids == ids[:, :1]).all()
+        slices = sample.view(-1, length)
+        assert torch.equal(slices["next", "observation"][:, :-1], slices["observation"][:, 1:])

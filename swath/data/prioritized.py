@@ -1,0 +1,247 @@
+"""Frames drawn in proportion to priorities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from swath.data.contents import Contents
+from swath.data.samplers import Draw, NothingToSampleError, Sampler
+from swath.data.sumtree import SumTree
+
+WEIGHT = "_weight"
+"""The name under which importance weights are delivered."""
+
+_REDUCTIONS: dict[str, Callable[..., Any]] = {"max": np.max, "min": np.min, "median": np.median, "mean": np.mean}
+_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
+_LONG_RANGE = 128
+"""New rows from which on one `fill` for each lane is faster than one `set` for all."""
+
+
+class PrioritizedSampler(Sampler):
+    """Draws each frame with a chance proportional to `(priority + eps) ** alpha`, with replacement.
+
+    New frames have the highest priority seen so far, so that each is likely to be drawn soon; `update_priority` then
+    gives them their own. Every draw comes with importance weights, which make up for the unequal chances: of a frame
+    drawn with the chance P out of N it is `(N * P) ** -beta`, divided by the largest such weight in the buffer.
+
+    Args:
+        max_capacity: how many frames the buffer can hold, at least.
+        alpha: how much priorities matter; 0: not at all, 1: fully.
+        beta: how much of the bias the importance weights take away; 0: nothing, 1: all. May be changed at any time.
+        eps: added to all priorities, so that none is zero.
+        dtype: of the importance weights. Sums are always made in double precision.
+        reduction: how several priorities given for one frame become one: "max", "min", "median" or "mean".
+        max_priority_within_buffer: new frames have the highest priority of those now in the buffer, instead of the
+            highest ever seen.
+    """
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float32,
+        reduction: str = "max",
+        max_priority_within_buffer: bool = False,
+    ) -> None:
+        """Begin with nothing seen."""
+        if reduction not in _REDUCTIONS:
+            raise ValueError(f"`reduction` must be one of {', '.join(map(repr, _REDUCTIONS))}, got {reduction!r}.")
+        if dtype not in _DTYPES:
+            raise NotImplementedError(f"`dtype` must be torch.float32 or torch.float64, got {dtype}.")
+        self.max_capacity = max_capacity
+        self.dtype = dtype
+        self.reduction = reduction
+        self.max_priority_within_buffer = max_priority_within_buffer
+        self._eps = _not_negative("eps", eps)
+        self._alpha = _not_negative("alpha", alpha)
+        self._beta = _not_negative("beta", beta)
+        self._highest: float | None = None
+        self.empty()
+
+    @property
+    def alpha(self) -> float:
+        """How much priorities matter. When it is changed, the priorities given so far are kept."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, alpha: float) -> None:
+        alpha = _not_negative("alpha", alpha)
+        if self._alpha:  # with 0 all priorities were alike, and stay so
+            present = self._tree.get(np.arange(self._frames))
+            self._tree.load(np.where(present > 0.0, present ** (alpha / self._alpha), 0.0))
+        self._alpha = alpha
+
+    @property
+    def beta(self) -> float:
+        """How much of the bias the importance weights take away."""
+        return self._beta
+
+    @beta.setter
+    def beta(self, beta: float) -> None:
+        self._beta = _not_negative("beta", beta)
+
+    @property
+    def eps(self) -> float:
+        """What is added to all priorities."""
+        return self._eps
+
+    @property
+    def default_priority(self) -> float:
+        """The priority of new frames: the highest so far, or 1 if none was ever given."""
+        if not self.max_priority_within_buffer:
+            return 1.0 if self._highest is None else self._highest
+        heaviest = self._tree.maximum
+        return heaviest ** (1.0 / self._alpha) - self._eps if heaviest and self._alpha else 1.0
+
+    def draw(self, contents: Contents, batch_size: int, generator: torch.Generator | None) -> Draw:
+        """Choose `batch_size` frames, each in proportion to its weight."""
+        self._look(contents)
+        index = self._find(batch_size, generator)
+        while not (contents.whole or (there := contents.holds(index)).all()):  # rare: a writer has taken their rows
+            self._tree.set(index[~there], 0.0)
+            index[~there] = self._find(int((~there).sum()), generator)
+        weight = (self._tree.get(index) / self._tree.minimum) ** -self._beta
+        return Draw(index, {WEIGHT: weight.astype(_DTYPES[self.dtype])})
+
+    def update_priority(self, contents: Contents, index: np.ndarray, priority: np.ndarray) -> None:
+        """Give the frames `index` `[B]` new priorities `[B]`, `[B, ...]` or one for all; the last of several counts.
+
+        Raises:
+            ValueError: a priority is negative, infinite or not a number.
+            RuntimeError: there are not as many priorities as frames.
+            IndexError: the buffer has no such frame.
+        """
+        self._look(contents)
+        index, priority = np.asarray(index).reshape(-1), np.asarray(priority, np.float64)
+        if priority.ndim and len(priority) != len(index):
+            raise RuntimeError(
+                f"There must be one priority for each frame, or one for all: got priorities of shape {priority.shape} "
+                f"for {len(index)} frames."
+            )
+        if not index.size:
+            return
+        if priority.ndim > 1:
+            priority = _REDUCTIONS[self.reduction](priority.reshape(len(index), -1), axis=1)
+        self._check(index, priority)
+        highest = float(priority.max())
+        self._highest = highest if self._highest is None else max(highest, self._highest)
+        # A frame that is not there must keep the weight zero.
+        self._tree.set(index, np.where(contents.holds(index), self._weigh(priority), 0.0))
+
+    def empty(self) -> None:
+        """Forget all frames and priorities."""
+        self._tree = SumTree(self.max_capacity)
+        self._highest = None
+        self._frames = 0
+        """How many frames the buffer has room for, once it was seen."""
+        self._seen = range(0)
+        """The positions that the tree knows."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All priorities, and for which frames they are."""
+        return {
+            "alpha": self._alpha,
+            "beta": self._beta,
+            "eps": self._eps,
+            "weights": torch.from_numpy(self._tree.get(np.arange(self._frames))),
+            "highest": self._highest,
+            "first": self._seen.start,
+            "end": self._seen.stop,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        weights = state["weights"].numpy()
+        if len(weights) > self.max_capacity:
+            raise ValueError(
+                f"The saved priorities are of a buffer of {len(weights)} frames, but `max_capacity` is "
+                f"{self.max_capacity}: make it at least as large."
+            )
+        self._tree.load(weights)
+        self._frames, self._seen = len(weights), range(state["first"], state["end"])
+        self._alpha, self._beta, self._eps = state["alpha"], state["beta"], state["eps"]
+        self._highest = state["highest"]
+
+    def _find(self, count: int, generator: torch.Generator | None) -> np.ndarray:
+        total = self._tree.total
+        if total <= 0.0:
+            raise NothingToSampleError("The buffer is empty: there is nothing to sample.")
+        return self._tree.find(torch.rand(count, dtype=torch.float64, generator=generator).numpy() * total)
+
+    def _weigh(self, priority: Any) -> Any:
+        return (priority + self._eps) ** self._alpha
+
+    def _look(self, contents: Contents) -> None:
+        """Give weights to the frames that have come, and take them from those that have gone."""
+        if contents.end == self._seen.stop and contents.first == self._seen.start:
+            return
+        frames = contents.lanes * contents.capacity
+        if frames > self.max_capacity:
+            raise ValueError(
+                f"The buffer has room for {frames} frames, more than the sampler's `max_capacity` of "
+                f"{self.max_capacity}: make that {frames}."
+            )
+        if contents.end < self._seen.stop:  # another buffer, or one that was emptied
+            self.empty()
+        self._frames = frames
+        weight = self._new_weight()
+        if self._seen:
+            # Rows that a writer has taken; those of positions more than a round ago hold newer frames by now.
+            gone = max(self._seen.start, contents.end - contents.capacity)
+            self._fill(contents, gone, contents.first, 0.0)
+        new = max(self._seen.stop, contents.first)
+        self._fill(contents, new, contents.end, weight)
+        if not contents.whole and new < contents.end:
+            rows = contents.index(np.arange(new, contents.end))
+            missing = rows[~contents.holds(rows)]
+            self._tree.set(_in_all_lanes(contents, missing), 0.0)
+        self._seen = range(contents.first, contents.end)
+
+    def _new_weight(self) -> float:
+        if self.max_priority_within_buffer and (heaviest := self._tree.maximum):
+            return heaviest
+        return float(self._weigh(1.0 if self._highest is None else self._highest))
+
+    def _fill(self, contents: Contents, start: int, stop: int, weight: float) -> None:
+        """Give all frames at the positions from `start` up to `stop` the same weight."""
+        if start >= stop:
+            return
+        if contents.lanes > 1 and stop - start < _LONG_RANGE:
+            self._tree.set(_in_all_lanes(contents, contents.index(np.arange(start, stop))), weight)
+            return
+        row, count = start % contents.capacity, stop - start
+        straight = min(count, contents.capacity - row)  # up to the end of the ring; the rest is at its beginning
+        for lane in range(0, contents.lanes * contents.capacity, contents.capacity):
+            self._tree.fill(lane + row, lane + row + straight, weight)
+            self._tree.fill(lane, lane + count - straight, weight)
+
+    def _check(self, index: np.ndarray, priority: np.ndarray) -> None:
+        if not 0 <= index.min() <= index.max() < self._frames:
+            raise IndexError(
+                f"The buffer has frames from 0 to {self._frames - 1}, but priorities were given for frames from "
+                f"{index.min()} to {index.max()}."
+            )
+        if not (priority.min() >= 0.0 and priority.max() < np.inf):  # not a number fails too
+            raise ValueError(
+                f"Priorities must be finite numbers of at least 0, got values from {priority.min()} to "
+                f"{priority.max()}. Are they signed errors? Then give their absolute values, and look for NaN."
+            )
+
+
+def _in_all_lanes(contents: Contents, rows: np.ndarray) -> np.ndarray:
+    """The frames of all lanes in `rows`."""
+    if contents.lanes == 1:
+        return rows
+    return np.asarray(np.arange(contents.lanes)[:, None] * contents.capacity + rows).reshape(-1)
+
+
+def _not_negative(name: str, value: float) -> float:
+    if not value >= 0.0:
+        raise ValueError(f"`{name}` must be a number of at least 0, got {value}.")
+    return float(value)

@@ -1,0 +1,343 @@
+"""Slices: pieces of trajectories as batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from swath.data.contents import Contents
+from swath.data.runs import RunFinder, Runs, Signs
+from swath.data.samplers import Draw, NothingToSampleError, Sampler
+from swath.keys import DONE, IS_INIT, MASK, NEXT, TERMINATED, TRUNCATED, Key, as_key, as_path
+
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "replacement": (True, "Use `SliceSamplerWithoutReplacement` for slices without replacement."),
+    "fragmented": (False, "Write each env to a lane of its own, or whole trajectories, so that frames lie in order."),
+    "step_key": ("step_count", "It belongs to `fragmented`, which is not supported."),
+    "compile": (False, "Boundaries are kept up to date as frames come: there is nothing to compile."),
+    "use_gpu": (False, "Boundaries are kept up to date as frames come: there is nothing to speed up."),
+}
+"""Arguments of other libraries that mean nothing here: the value that is no matter, and what to do instead."""
+
+
+class SliceSampler(Sampler):
+    """Draws pieces of trajectories: frames that follow each other, one slice after the other in a flat batch.
+
+    Each slice is of one run: a stretch of frames of one trajectory without a gap. All runs have the same chance, and
+    then all places within the run. No slice contains the end of a trajectory except as its last frame, none goes past
+    the newest frame, and none contains a frame that is being overwritten. Trajectories are told apart by their ids and
+    by the flag of their last frame, by both where both exist. Boundaries are found once, when frames come.
+
+    Args:
+        num_slices: how many slices make a batch; they are `batch_size // num_slices` long.
+        slice_len: how long slices are; `batch_size // slice_len` make a batch. Give this or `num_slices`.
+        end_key: entry that is true for the last frame of a trajectory. `("next", "done")` if None.
+        traj_key: entry with the trajectory's id; frames with the id -1 are padding and are never drawn. If None,
+            `("collector", "traj_ids")` or else `"episode"`, if there is one.
+        ends: instead of both, whether each frame is the last of its trajectory `[frames]`. Needs `cache_values=True`.
+        trajectories: instead of both, the id of each frame's trajectory `[frames]`. Needs `cache_values=True`.
+        cache_values: makes no difference otherwise: boundaries are always kept.
+        truncated_key: entry that is made true for the last frame of each slice, and false elsewhere; "done" beside it
+            is made true there as well. None: both stay as they are.
+        init_key: entry that is made true for the first frame of each slice, if the buffer has it. None: it stays.
+        strict_length: draw from runs only that are as long as a slice. Otherwise shorter ones are drawn as they are,
+            and the batch is shorter too.
+        pad_output: fill up slices that are too short with their last frame; the batch has then the shape
+            `[slices, length]`, and `("collector", "mask")` is false where it was filled up. Needs
+            `strict_length=False`.
+        span: let slices stick out of their run, and be shorter by that: at both sides, or a pair for left and right.
+            A number is by how many frames at most; True: all but one.
+        end_keys: several entries like `end_key`; any of them ends a trajectory. Those that do not exist are left out.
+        unsupported: not known; named in the error.
+
+    Raises:
+        TypeError: neither or both of `num_slices` and `slice_len` are given, or something that is not supported.
+        ValueError: `pad_output` with `strict_length`, or a number that makes no sense.
+        RuntimeError: arguments that exclude each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        end_key: Any = None,
+        traj_key: Any = None,
+        ends: Any = None,
+        trajectories: Any = None,
+        cache_values: bool = False,
+        truncated_key: Any = (NEXT, TRUNCATED),
+        init_key: Any = IS_INIT,
+        strict_length: bool = True,
+        pad_output: bool = False,
+        span: bool | int | tuple[bool | int, bool | int] = False,
+        end_keys: Sequence[Any] | None = None,
+        **unsupported: Any,
+    ) -> None:
+        """Check the arguments; nothing is looked at yet."""
+        _refuse(type(self).__name__, unsupported)
+        if (num_slices is None) == (slice_len is None):
+            raise TypeError(
+                f"Give either `num_slices` or `slice_len`, and not both: got num_slices={num_slices} and "
+                f"slice_len={slice_len}."
+            )
+        if (given := num_slices if slice_len is None else slice_len) is not None and given < 1:
+            raise ValueError(f"Slices need a number or a length of at least 1, got {given}.")
+        if pad_output and strict_length:
+            raise ValueError(
+                "`pad_output=True` needs `strict_length=False`: otherwise no slice is too short, and there is nothing "
+                "to fill up."
+            )
+        self.num_slices, self.slice_len = num_slices, slice_len
+        self.truncated_key = None if truncated_key is None else as_key(truncated_key)
+        self.init_key = None if init_key is None else as_key(init_key)
+        self.strict_length, self.pad_output = strict_length, pad_output
+        self._span = _both_sides(span)
+        self._finder = RunFinder(_signs(end_key, end_keys, traj_key, ends, trajectories, cache_values))
+        self._long: tuple[Runs, int, Runs] | None = None
+
+    def draw(self, contents: Contents, batch_size: int, generator: torch.Generator | None) -> Draw:
+        """Choose slices that are `batch_size` frames together, or fewer if short ones are among them."""
+        count, length = self._sizes(batch_size)
+        while True:
+            runs = self._long_enough(self._finder.find(contents), length)
+            slices = self._place(self._choose(contents, runs, count, length, generator), length, generator)
+            drawn = self._cut(contents, slices, length)
+            if contents.whole or (there := contents.holds(drawn.index)).all():
+                return drawn
+            # Rare: a writer has taken their rows meanwhile. It takes rows in order, so all older ones are gone as well.
+            self._finder.drop_before(int(contents.positions(drawn.index[~there]).max()) + 1)
+            self._start_over()
+
+    def empty(self) -> None:
+        """Forget all boundaries."""
+        self._finder.empty()
+        self._long = None
+
+    def _sizes(self, batch_size: int) -> tuple[int, int]:
+        """How many slices, and how long."""
+        given, name = (self.num_slices, "num_slices") if self.slice_len is None else (self.slice_len, "slice_len")
+        if given is None or batch_size < 1 or batch_size % given:
+            raise RuntimeError(f"The batch size must be a multiple of {name}={given}, got {batch_size}.")
+        other = batch_size // given
+        return (given, other) if self.slice_len is None else (other, given)
+
+    def _long_enough(self, runs: Runs, length: int) -> Runs:
+        """The runs that slices can be of."""
+        if self._long is None or self._long[0] is not runs or self._long[1] != length:
+            long = runs[runs.length >= length] if self.strict_length else runs
+            self._long = (runs, length, long)
+        long = self._long[2]
+        if not len(runs):
+            raise NothingToSampleError("The buffer holds no frame of any trajectory.")
+        if not len(long):
+            raise NothingToSampleError(
+                f"There is no trajectory as long as a slice: slices are of {length} frames, the trajectories in the "
+                f"buffer of {runs.length.min()} to {runs.length.max()}. Ask for shorter slices, or set "
+                "`strict_length=False`."
+            )
+        return long
+
+    def _choose(
+        self, contents: Contents, runs: Runs, count: int, length: int, generator: torch.Generator | None
+    ) -> Runs:
+        """The runs of which there shall be a slice each."""
+        return runs[torch.randint(len(runs), (count,), generator=generator).numpy()]
+
+    def _start_over(self) -> None:
+        """Runs that were found before are not valid any more."""
+
+    def _place(self, runs: Runs, length: int, generator: torch.Generator | None) -> Runs:
+        """Choose a slice of each run, all places with the same chance."""
+        lengths = np.minimum(runs.length, length)
+        left, right = (np.minimum(lengths - 1, side) for side in self._span)
+        places = runs.length - lengths + 1 + left + right
+        chance = torch.rand(len(runs), dtype=torch.float64, generator=generator).numpy()
+        # The product may be rounded up to what it must stay below.
+        start = np.minimum((chance * places).astype(np.int64), places - 1) - left
+        stop = np.minimum(start + lengths, runs.length)
+        start = np.maximum(start, 0)
+        return Runs(runs.lane, runs.begin + start, stop - start)
+
+    def _cut(self, contents: Contents, slices: Runs, length: int) -> Draw:
+        """Turn slices into frames."""
+        steps, lengths = np.arange(length), slices.length
+        begins = np.arange(0, len(slices) * length, length)  # of the slices, in the batch
+        if lengths.min() == length:
+            index = contents.index(slices.begin[:, None] + steps, slices.lane[:, None]).reshape(-1)
+            return self._draw(contents, index, begins, lengths)
+        last = lengths[:, None] - 1
+        index = contents.index(slices.begin[:, None] + np.minimum(steps, last), slices.lane[:, None])
+        mask = steps <= last
+        if self.pad_output:
+            return self._draw(contents, index.reshape(-1), begins, lengths, mask)
+        return self._draw(contents, index[mask], np.cumsum(lengths) - lengths, lengths)
+
+    def _draw(
+        self,
+        contents: Contents,
+        index: np.ndarray,
+        begins: np.ndarray,
+        lengths: np.ndarray,
+        mask: np.ndarray | None = None,
+    ) -> Draw:
+        """Frames, and flags that tell where slices begin and end: bool `[B, ...]`, shaped like the entry."""
+        overrides: dict[Key, np.ndarray] = {}
+        if self.truncated_key is not None:
+            overrides = _truncation(contents, self.truncated_key, index, begins + lengths - 1)
+        if self.init_key is not None and (stored := _column(contents, self.init_key)) is not None:
+            overrides[self.init_key] = _flags(index, begins, stored)
+        if not self.pad_output:
+            return Draw(index, overrides=overrides)
+        shape = (len(begins), len(index) // len(begins))
+        overrides[MASK] = np.ones(len(index), bool) if mask is None else mask.reshape(-1)
+        return Draw(index, overrides=overrides, shape=shape)
+
+
+class SliceSamplerWithoutReplacement(SliceSampler):
+    """Draws a slice of each run, and of none a second one before all have had their turn.
+
+    An epoch is over when all runs have had theirs; when frames come meanwhile, a new one begins. Its last batch has
+    fewer slices if there are not enough left.
+
+    Args:
+        drop_last: leave out the last batch of an epoch if it is not full.
+        shuffle: take runs in random order; otherwise from the oldest to the newest. Places within are always random.
+        options: as of `SliceSampler`.
+    """
+
+    can_repeat = False
+
+    def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **options: Any) -> None:
+        """Begin before the first epoch."""
+        super().__init__(**options)
+        self.drop_last, self.shuffle = drop_last, shuffle
+        self._ran_out = False
+        self._start_over()
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the last draw was the last of its epoch."""
+        return self._ran_out
+
+    def empty(self) -> None:
+        """Begin before the first epoch again."""
+        super().empty()
+        self._start_over()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is left of the epoch."""
+        left = np.stack((self._left.lane, self._left.begin, self._left.length))
+        return {"left": torch.from_numpy(left), "epoch": self._epoch, "ran_out": self._ran_out}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on in a saved epoch."""
+        self._left = Runs(*state["left"].numpy().copy())
+        first, end, length = state["epoch"]
+        self._epoch, self._ran_out = (first, end, length), bool(state["ran_out"])
+
+    def _start_over(self) -> None:
+        nothing = np.empty(0, np.int64)
+        self._left = Runs(nothing, nothing, nothing)
+        """The runs that are still to come."""
+        self._epoch = (0, 0, 0)
+        """What the epoch is of: the oldest and the newest position, and the length of slices."""
+        self._ran_out = False
+
+    def _choose(
+        self, contents: Contents, runs: Runs, count: int, length: int, generator: torch.Generator | None
+    ) -> Runs:
+        """The next runs of the epoch."""
+        epoch = (contents.first, contents.end, length)
+        if epoch != self._epoch or not len(self._left):
+            self._left, self._epoch = self._ordered(runs, generator), epoch
+        if self.drop_last and len(self._left) < count:
+            raise NothingToSampleError(
+                f"The buffer holds {len(self._left)} trajectories of sufficient length, fewer than the {count} slices "
+                "of one batch."
+            )
+        chosen, self._left = self._left[:count], self._left[count:]
+        self._ran_out = len(self._left) < (count if self.drop_last else 1)
+        if self._ran_out:
+            self._left = self._left[:0]
+        return chosen
+
+    def _ordered(self, runs: Runs, generator: torch.Generator | None) -> Runs:
+        if self.shuffle:
+            return runs[torch.randperm(len(runs), generator=generator).numpy()]
+        return runs[np.lexsort((runs.lane, runs.begin))]
+
+
+def _refuse(sampler: str, unsupported: dict[str, Any]) -> None:
+    for name, value in unsupported.items():
+        if name not in _REFUSED:
+            raise TypeError(f"{sampler} has no argument `{name}`.")
+        no_matter, instead = _REFUSED[name]
+        if value != no_matter:
+            raise TypeError(f"{sampler} does not support `{name}={value!r}`. {instead}")
+
+
+def _signs(end_key: Any, end_keys: Any, traj_key: Any, ends: Any, trajectories: Any, cache_values: bool) -> Signs:
+    """What tells trajectories apart; raises if it says so in two ways."""
+    if end_key is not None and end_keys is not None:
+        raise RuntimeError("`end_key` and `end_keys` exclude each other: give all keys as `end_keys`.")
+    if ends is not None and trajectories is not None:
+        raise RuntimeError("`ends` and `trajectories` exclude each other.")
+    for name, given in (("ends", ends), ("trajectories", trajectories)):
+        if given is None:
+            continue
+        if not cache_values:
+            raise RuntimeError(f"`{name}` holds for data that do not change: it needs `cache_values=True`.")
+        if any(key is not None for key in (end_key, end_keys, traj_key)):
+            raise RuntimeError(f"`{name}` and keys of entries (`end_key`, `end_keys`, `traj_key`) exclude each other.")
+    keys = [end_key] if end_key is not None else end_keys
+    return Signs(
+        None if traj_key is None else as_key(traj_key),
+        None if keys is None else tuple(map(as_key, keys)),
+        None if ends is None else np.asarray(ends, bool).reshape(-1),
+        None if trajectories is None else np.asarray(trajectories).reshape(-1),
+    )
+
+
+def _both_sides(span: bool | int | tuple[bool | int, bool | int]) -> tuple[int, int]:
+    """By how many frames slices may stick out on the left and on the right, at most."""
+    left, right = span if isinstance(span, tuple) else (span, span)
+    if left < 0 or right < 0:
+        raise ValueError(f"`span` must not be negative, got {span}.")
+    everything = np.iinfo(np.int64).max
+    return everything if left is True else int(left), everything if right is True else int(right)
+
+
+def _beside(key: Key, name: str) -> Key:
+    """The key of the entry `name` in the same place."""
+    return as_key((*as_path(key)[:-1], name))
+
+
+def _column(contents: Contents, key: Key) -> np.ndarray | None:
+    try:
+        return contents.column(key)
+    except KeyError:
+        return None
+
+
+def _truncation(contents: Contents, key: Key, index: np.ndarray, lasts: np.ndarray) -> dict[Key, np.ndarray]:
+    """The flags of a batch that is cut off after the frames `lasts`."""
+    done_key, terminated_key = _beside(key, DONE), _beside(key, TERMINATED)
+    truncated, done = _column(contents, key), _column(contents, done_key)
+    shape = next((known.shape[1:] for known in (truncated, done) if known is not None), (1,))
+    flags = {key: _flags(index, lasts, shape=shape), done_key: _flags(index, lasts, done, shape)}
+    if _column(contents, terminated_key) is None:
+        flags[terminated_key] = np.zeros((len(index), *shape), bool)
+    return flags
+
+
+def _flags(
+    index: np.ndarray, where: np.ndarray, stored: np.ndarray | None = None, shape: tuple[int, ...] = ()
+) -> np.ndarray:
+    """What is stored for the frames `index`, or else false, but true at `where`."""
+    flags = np.zeros((len(index), *shape), bool) if stored is None else np.array(stored[index], bool)
+    flags[where] = True
+    return flags

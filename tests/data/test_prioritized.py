@@ -1,0 +1,333 @@
+"""PrioritizedSampler: chances, weights, and what it notices of writes that nobody tells it of."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rings import Ring, operations, play, rings
+
+from swath.data.prioritized import PrioritizedSampler
+from swath.data.samplers import NothingToSampleError
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def sampler_for(ring: Ring, alpha: float = 1.0, beta: float = 1.0, **options: Any) -> PrioritizedSampler:
+    return PrioritizedSampler(ring.lanes * ring.capacity, alpha, beta, **options)
+
+
+def filled(rows: int = 10, capacity: int = 10, lanes: int = 1) -> Ring:
+    ring = Ring(lanes, capacity)
+    ring.write(rows)
+    return ring
+
+
+class Model:
+    """Weights by lane and position in a dict, looked up one by one."""
+
+    def __init__(self, ring: Ring, sampler: PrioritizedSampler) -> None:
+        self.ring, self.sampler = ring, sampler
+        self.known: dict[tuple[int, int], float] = {}
+        self.highest = 1.0
+        self.end = 0
+
+    def look(self) -> None:
+        weight = (self.highest + self.sampler.eps) ** self.sampler.alpha
+        if self.sampler.max_priority_within_buffer and self.known:
+            weight = max(self.known.values())
+        ring = self.ring
+        for lane in range(ring.lanes):
+            self.known |= {(lane, position): weight for position in range(self.end, ring.end)}
+        self.known = {place: weight for place, weight in self.known.items() if ring.there(place[1])}
+        self.end = ring.end
+
+    def weights(self) -> np.ndarray:
+        weights = np.zeros(self.ring.lanes * self.ring.capacity)
+        for (lane, position), weight in self.known.items():
+            weights[lane * self.ring.capacity + position % self.ring.capacity] = weight
+        return weights
+
+
+@settings(max_examples=200, deadline=None)
+@given(ring=rings(), happenings=operations(), alpha=st.sampled_from([0.5, 1.0]), within=st.booleans(), data=st.data())
+def test_weights_are_those_of_a_plain_table(
+    ring: Ring, happenings: list[tuple[str, int, int]], alpha: float, within: bool, data: st.DataObject
+) -> None:
+    sampler = sampler_for(ring, alpha, max_priority_within_buffer=within)
+    model = Model(ring, sampler)
+    given_once = False
+    for _ in play(ring, happenings):
+        model.look()
+        contents = ring.contents()
+        if not model.known:
+            with pytest.raises(NothingToSampleError):
+                sampler.draw(contents, 4, seeded())
+            continue
+        drawn = sampler.draw(contents, 4, seeded())
+        weights = model.weights()
+        assert sampler.state_dict()["weights"].numpy() == pytest.approx(weights)
+        assert contents.holds(drawn.index).all()
+        assert drawn.info["_weight"] == pytest.approx(weights[weights > 0].min() / weights[drawn.index], rel=1e-5)
+        if data.draw(st.booleans()):
+            priority = np.array(data.draw(st.lists(st.floats(0.1, 10), min_size=4, max_size=4)))
+            sampler.update_priority(contents, drawn.index, priority)
+            for index, each in zip(drawn.index, priority, strict=True):
+                place = int(index) // ring.capacity, int(contents.positions(index))
+                model.known[place] = (each + sampler.eps) ** alpha
+            model.highest = max(model.highest if given_once else 0.0, *priority)
+            given_once = True
+
+
+def test_frames_come_in_proportion_to_their_priorities() -> None:
+    ring = filled(300, 200)
+    sampler = sampler_for(ring, alpha=0.7)
+    priority = np.random.default_rng(0).random(200) * 3 + 0.1
+    sampler.update_priority(ring.contents(), np.arange(200), priority)
+    draws, generator = 200_000, seeded()
+    counts = np.zeros(200)
+    for _ in range(20):
+        counts += np.bincount(sampler.draw(ring.contents(), draws // 20, generator).index, minlength=200)
+    expected = draws * priority**0.7 / (priority**0.7).sum()
+    assert abs(((counts - expected) ** 2 / expected).sum() - 199) < 5 * math.sqrt(2 * 199)
+
+
+def test_importance_weights_undo_the_bias() -> None:
+    """With beta = 1 a weighted mean over draws is the plain mean over the buffer."""
+    ring = filled(100, 100)
+    sampler = sampler_for(ring, alpha=1.0, beta=1.0)
+    values, priority = np.arange(100.0), np.linspace(0.5, 5, 100)
+    sampler.update_priority(ring.contents(), np.arange(100), priority)
+    drawn = sampler.draw(ring.contents(), 200_000, seeded())
+    weight = drawn.info["_weight"]
+    assert (weight * values[drawn.index]).sum() / weight.sum() == pytest.approx(values.mean(), rel=0.02)
+    assert values[drawn.index].mean() > 60  # it was biased
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_weights_follow_the_formula(beta: float) -> None:
+    ring = filled(4, 10)
+    sampler = sampler_for(ring, alpha=0.6, beta=0.9)
+    sampler.beta = beta
+    priority = np.array([1.0, 2.0, 0.5, 4.0])
+    sampler.update_priority(ring.contents(), np.arange(4), priority)
+    chance = priority**0.6 / (priority**0.6).sum()
+    by_hand = (4 * chance) ** -beta
+    drawn = sampler.draw(ring.contents(), 50, seeded())
+    assert list(drawn.info) == ["_weight"]
+    assert drawn.info["_weight"].dtype == np.float32
+    assert drawn.info["_weight"] == pytest.approx((by_hand / by_hand.max())[drawn.index], rel=1e-5)
+    assert not drawn.overrides
+
+
+def test_a_frame_of_priority_zero_is_drawn_if_there_is_no_other() -> None:
+    ring = filled(3, 10)
+    sampler = sampler_for(ring)
+    sampler.update_priority(ring.contents(), np.arange(3), np.zeros(3))
+    assert set(sampler.draw(ring.contents(), 100, seeded()).index) == {0, 1, 2}
+
+
+def test_new_frames_have_the_highest_priority_ever_seen() -> None:
+    ring = filled(3, 10)
+    sampler = sampler_for(ring, eps=0.0)
+    assert sampler.default_priority == 1.0
+    sampler.update_priority(ring.contents(), np.array([0, 1]), np.array([7.0, 2.0]))
+    sampler.update_priority(ring.contents(), np.array([0]), np.array([1.0]))
+    assert sampler.default_priority == 7.0
+    ring.write(2)
+    sampler.draw(ring.contents(), 1, seeded())
+    assert sampler.state_dict()["weights"].tolist() == [1, 2, 1, 7, 7, 0, 0, 0, 0, 0]
+
+
+def test_new_frames_have_the_highest_priority_of_the_buffer() -> None:
+    ring = filled(3, 10)
+    sampler = sampler_for(ring, 0.5, eps=0.0, max_priority_within_buffer=True)
+    sampler.update_priority(ring.contents(), np.array([0, 1]), np.array([9.0, 4.0]))
+    sampler.update_priority(ring.contents(), np.array([0]), np.array([1.0]))
+    assert sampler.default_priority == pytest.approx(4.0)
+    ring.write(1)
+    sampler.draw(ring.contents(), 1, seeded())
+    assert sampler.state_dict()["weights"][:5].tolist() == [1, 2, 1, 2, 0]
+
+
+def test_a_priority_given_before_the_first_draw_counts() -> None:
+    ring = filled(3, 10)
+    sampler = sampler_for(ring)
+    sampler.update_priority(ring.contents(), np.arange(3), np.array([1e-6, 1e-6, 1e6]))
+    assert set(sampler.draw(ring.contents(), 100, seeded()).index) == {2}
+
+
+def test_what_is_overwritten_is_new() -> None:
+    ring = filled(10, 10)
+    sampler = sampler_for(ring, eps=0.0)
+    sampler.update_priority(ring.contents(), np.arange(10), np.full(10, 0.25))
+    sampler.update_priority(ring.contents(), np.array([9]), np.array([3.0]))
+    ring.write(12)
+    sampler.draw(ring.contents(), 1, seeded())
+    assert sampler.state_dict()["weights"].tolist() == [3.0] * 10
+
+
+def test_frames_that_vanish_during_a_draw_are_replaced() -> None:
+    ring = filled(10, 10)
+    sampler = sampler_for(ring)
+    sampler.draw(ring.contents(), 1, seeded())
+    ring.reserve(8, told=False)
+    drawn = sampler.draw(ring.contents(), 50, seeded())
+    assert set(drawn.index) == {8, 9}
+    assert (drawn.info["_weight"] == 1).all()
+    ring.reserve(10, told=False)
+    with pytest.raises(NothingToSampleError):
+        sampler.draw(ring.contents(), 50, seeded())
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"), [("max", [4.0, 9.0]), ("min", [1.0, 7.0]), ("median", [2.0, 8.0]), ("mean", [2.5, 8.0])]
+)
+def test_several_priorities_of_a_frame_become_one(reduction: str, expected: list[float]) -> None:
+    ring = filled(2, 2)
+    sampler = sampler_for(ring, eps=0.0, reduction=reduction)
+    values = np.array([[1.0, 4.0, 2.0], [7.0, 9.0, 8.0]]) + ([[0.0, 0.0, 0.5], [0, 0, 0]] if reduction == "mean" else 0)
+    sampler.update_priority(ring.contents(), np.arange(2), values[:, :, None])
+    assert sampler.state_dict()["weights"].tolist() == pytest.approx(expected)
+
+
+def test_one_priority_for_all_and_the_last_of_several() -> None:
+    ring = filled(3, 3)
+    sampler = sampler_for(ring, eps=0.0)
+    sampler.update_priority(ring.contents(), np.arange(3), np.array(5.0))
+    assert sampler.state_dict()["weights"].tolist() == [5, 5, 5]
+    sampler.update_priority(ring.contents(), np.array([1, 1, 1]), np.array([8.0, 9.0, 2.0]))
+    assert sampler.state_dict()["weights"].tolist() == [5, 2, 5]
+    sampler.update_priority(ring.contents(), np.empty(0, np.int64), np.empty(0))
+
+
+@pytest.mark.parametrize("priority", [[1.0, -1e-9], [math.nan, 1.0], [math.inf, 1.0], [-math.inf, 1.0]])
+def test_priorities_that_are_none_are_refused(priority: list[float]) -> None:
+    ring = filled(3, 3)
+    sampler = sampler_for(ring)
+    with pytest.raises(ValueError, match="finite numbers of at least 0"):
+        sampler.update_priority(ring.contents(), np.array([0, 1]), np.array(priority))
+    assert sampler.state_dict()["weights"].tolist() == pytest.approx([1, 1, 1])
+
+
+def test_there_must_be_as_many_priorities_as_frames() -> None:
+    ring = filled(3, 3)
+    with pytest.raises(RuntimeError, match=r"shape \(3,\) for 2 frames"):
+        sampler_for(ring).update_priority(ring.contents(), np.array([0, 1]), np.ones(3))
+
+
+@pytest.mark.parametrize("index", [-1, 6])
+def test_frames_that_the_buffer_has_not_are_refused(index: int) -> None:
+    ring = filled(3, 3, lanes=2)
+    with pytest.raises(IndexError, match="frames from 0 to 5"):
+        PrioritizedSampler(100, 1.0, 1.0).update_priority(ring.contents(), np.array([0, index]), np.ones(2))
+
+
+def test_frames_that_are_not_there_keep_no_chance() -> None:
+    ring = filled(3, 10)
+    sampler = sampler_for(ring)
+    sampler.update_priority(ring.contents(), np.array([0, 5]), np.array([1.0, 1e9]))
+    assert sampler.state_dict()["weights"][5] == 0
+    assert 5 not in sampler.draw(ring.contents(), 100, seeded()).index
+
+
+def test_too_small_a_sampler_says_so_at_the_first_draw() -> None:
+    ring = filled(3, 10, lanes=2)
+    with pytest.raises(ValueError, match=r"room for 20 frames.*`max_capacity` of 19"):
+        PrioritizedSampler(19, 1.0, 1.0).draw(ring.contents(), 1, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"alpha": -1}, "alpha"), ({"beta": -0.1}, "beta"), ({"eps": -1}, "eps"), ({"beta": math.nan}, "beta")],
+)
+def test_numbers_that_make_no_sense_are_refused(options: dict[str, float], name: str) -> None:
+    with pytest.raises(ValueError, match=f"`{name}` must be a number of at least 0"):
+        PrioritizedSampler(**{"max_capacity": 10, "alpha": 0.5, "beta": 0.5, **options})
+
+
+def test_choices_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ValueError, match="`reduction` must be one of 'max', 'min', 'median', 'mean', got 'sum'"):
+        PrioritizedSampler(10, 1.0, 1.0, reduction="sum")
+    with pytest.raises(NotImplementedError, match=r"got torch\.float16"):
+        PrioritizedSampler(10, 1.0, 1.0, dtype=torch.float16)
+
+
+def test_weights_have_the_dtype_asked_for() -> None:
+    ring = filled(3, 10)
+    drawn = sampler_for(ring, dtype=torch.float64).draw(ring.contents(), 4, seeded())
+    assert drawn.info["_weight"].dtype == np.float64
+
+
+def test_alpha_can_be_changed() -> None:
+    ring = filled(3, 10)
+    sampler = sampler_for(ring, alpha=0.5, eps=0.0)
+    sampler.update_priority(ring.contents(), np.arange(3), np.array([1.0, 4.0, 9.0]))
+    sampler.alpha = 1.0
+    assert sampler.state_dict()["weights"][:4].tolist() == pytest.approx([1, 4, 9, 0])
+    sampler.alpha = 0.0
+    assert sampler.state_dict()["weights"][:4].tolist() == [1, 1, 1, 0]
+    assert sampler.default_priority == 9.0
+
+
+def test_emptying_forgets_all() -> None:
+    ring = filled(5, 10)
+    sampler = sampler_for(ring)
+    sampler.update_priority(ring.contents(), np.arange(5), np.full(5, 8.0))
+    sampler.empty()
+    assert sampler.default_priority == 1.0
+    ring = filled(2, 10)
+    assert set(sampler.draw(ring.contents(), 100, seeded()).index) == {0, 1}
+
+
+def test_a_buffer_that_begins_again_is_noticed() -> None:
+    sampler, before = sampler_for(filled(5, 10)), filled(5, 10)
+    sampler.update_priority(before.contents(), np.arange(5), np.full(5, 8.0))
+    assert set(sampler.draw(filled(2, 10).contents(), 100, seeded()).index) == {0, 1}
+    assert sampler.state_dict()["weights"].tolist() == pytest.approx([1] * 2 + [0] * 8)
+
+
+def test_many_rows_of_several_lanes_are_new_at_once() -> None:
+    ring = Ring(3, 300)
+    sampler = sampler_for(ring, eps=0.0)
+    ring.write(200)
+    sampler.update_priority(ring.contents(), np.array([0, 350, 799]), np.array([2.0, 3.0, 4.0]))
+    expected = np.zeros((3, 300))
+    expected[:, :200] = 1
+    expected[0, 0], expected[1, 50], expected[2, 199] = 2, 3, 4
+    assert np.array_equal(sampler.state_dict()["weights"].reshape(3, 300), expected)
+    ring.write(140)
+    sampler.draw(ring.contents(), 1, seeded())
+    expected[:, 200:] = expected[:, :40] = 4
+    assert np.array_equal(sampler.state_dict()["weights"].reshape(3, 300), expected)
+
+
+def test_a_loaded_sampler_draws_the_same() -> None:
+    ring = filled(17, 10, lanes=2)
+    sampler = sampler_for(ring, alpha=0.6, beta=0.4)
+    sampler.update_priority(ring.contents(), np.arange(20), np.arange(20.0))
+    state = sampler.state_dict()
+    other = PrioritizedSampler(50, 0.1, 0.1)
+    other.load_state_dict(state)
+    sampler.update_priority(ring.contents(), np.arange(20), np.ones(20))  # what was saved is a copy
+    sampler.load_state_dict(state)
+    ring.write(3)
+    first, second = (each.draw(ring.contents(), 64, seeded(5)) for each in (sampler, other))
+    assert np.array_equal(first.index, second.index)
+    assert np.array_equal(first.info["_weight"], second.info["_weight"])
+    assert (other.alpha, other.beta, other.default_priority) == (0.6, 0.4, 19.0)
+    with pytest.raises(ValueError, match="buffer of 20 frames, but `max_capacity` is 19"):
+        PrioritizedSampler(19, 1.0, 1.0).load_state_dict(state)
+
+
+def test_the_same_generator_gives_the_same_draws() -> None:
+    ring = filled(10, 10)
+    first, second = (sampler_for(ring).draw(ring.contents(), 32, seeded(3)).index for _ in range(2))
+    assert np.array_equal(first, second)
