@@ -12,8 +12,8 @@ from swath.data.contents import Contents
 from swath.data.samplers import Draw, NothingToSampleError, Sampler
 from swath.data.sumtree import SumTree
 
-WEIGHT = "_weight"
-"""The name under which importance weights are delivered."""
+WEIGHT, SAME_WEIGHT = "_weight", "priority_weight"
+"""The names under which importance weights are delivered: users of the founding API know both."""
 
 _REDUCTIONS: dict[str, Callable[..., Any]] = {"max": np.max, "min": np.min, "median": np.median, "mean": np.mean}
 _DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
@@ -107,7 +107,8 @@ class PrioritizedSampler(Sampler):
             self._tree.set(index[~there], 0.0)
             index[~there] = self._find(int((~there).sum()), generator)
         weight = (self._tree.get(index) / self._tree.minimum) ** -self._beta
-        return Draw(index, {WEIGHT: weight.astype(_DTYPES[self.dtype])})
+        told = weight.astype(_DTYPES[self.dtype])
+        return Draw(index, {WEIGHT: told, SAME_WEIGHT: told})
 
     def update_priority(self, contents: Contents, index: np.ndarray, priority: np.ndarray) -> None:
         """Give the frames `index` `[B]` new priorities `[B]`, `[B, ...]` or one for all; the last of several counts.

@@ -121,7 +121,7 @@ def test_weights_follow_the_formula(beta: float) -> None:
     chance = priority**0.6 / (priority**0.6).sum()
     by_hand = (4 * chance) ** -beta
     drawn = sampler.draw(ring.contents(), 50, seeded())
-    assert list(drawn.info) == ["_weight"]
+    assert list(drawn.info) == ["_weight", "priority_weight"]  # the same under both names
     assert drawn.info["_weight"].dtype == np.float32
     assert drawn.info["_weight"] == pytest.approx((by_hand / by_hand.max())[drawn.index], rel=1e-5)
     assert not drawn.overrides
