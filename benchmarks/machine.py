@@ -10,7 +10,7 @@ from pathlib import Path
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Set to 1 for every contestant before it imports anything; torch is told the same."""
 
-_PACKAGES = ("swath", "torchrl", "torch", "tensordict", "gymnasium", "numpy")
+_PACKAGES = ("swath", "torchrl", "stable-baselines3", "torch", "tensordict", "gymnasium", "numpy")
 
 
 def facts() -> dict[str, str]:

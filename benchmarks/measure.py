@@ -15,10 +15,21 @@ WARM_UP_SECONDS = 0.5
 
 
 def measure(workload_name: str, contestant: str, seconds: float) -> dict[str, float]:
-    """Build, check what is delivered, warm up, then collect whole batches for about `seconds`."""
+    """The figures of one contestant, measured for about `seconds`."""
     import torch
 
     torch.set_num_threads(1)
+    from benchmarks.replay.workloads import WORKLOADS as REPLAYING
+
+    if workload_name in REPLAYING:
+        from benchmarks.replay.measure import measure as measure_replay
+
+        return measure_replay(REPLAYING[workload_name], contestant, seconds)
+    return _measure_collecting(workload_name, contestant, seconds)
+
+
+def _measure_collecting(workload_name: str, contestant: str, seconds: float) -> dict[str, float]:
+    """Build, check what is delivered, warm up, then collect whole batches for about `seconds`."""
     from benchmarks.batch import check
     from benchmarks.contestants import build
     from benchmarks.workloads import get_workload
@@ -58,8 +69,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.5)
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # what a contestant warns of is not what is measured
+    from benchmarks.figures import NotAvailableError
+
     try:
         result = measure(args.workload, args.contestant, args.seconds)
+    except NotAvailableError as reason:
+        print(json.dumps({"absent": str(reason)}))
+        return
     except Exception as error:
         # the reason in one line for the table; the whole story on stderr for whoever looks into it
         print(json.dumps({"failed": _reason(error)}))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.contestants import CONTESTANTS
+from benchmarks.catalog import CATALOG
+from benchmarks.figures import Figure
 from benchmarks.results import Results, Series, Spread
-from benchmarks.workloads import WORKLOADS
 
 BUSY = 0.9
 """Below this share of a processor the figure was disturbed by other work, and the page says so."""
@@ -26,35 +26,46 @@ def _conditions(results: Results) -> str:
         f"{cpu}, {cores} cores, {system}; {versions}.\n\n"
         f"{results.rounds} rounds of {results.seconds:g} s per figure after a warm-up, a new "
         "process for each figure,\ncontestants taking turns. One thread for everybody "
-        "(`torch.set_num_threads(1)`; OMP, MKL and OpenBLAS set\nto 1). Frames per second: median "
+        "(`torch.set_num_threads(1)`; OMP, MKL and OpenBLAS set\nto 1). Rates: median "
         "and, in brackets, lowest to highest round. Ratio: swath's rate divided by\nthe "
         "contestant's, taken within each round, then median and range over the rounds. Before the "
         "clock starts,\n"
         "each contestant that stores data must deliver two batches with the same agreed content, "
-        "final\nobservations and log-probs included."
+        "final\nobservations and log-probs included; and what a buffer delivers must be whole frames, as "
+        "they were written."
     )
 
 
 def _table(results: Results, workload: str) -> str:
-    info = WORKLOADS[workload]
+    entry = CATALOG[workload]
+    headings = [heading for figure in entry.figures for heading in (figure.heading, "swath / contestant")]
     lines = [
-        f"## {workload}: {info.title}, {info.frames_per_batch} frames per batch",
+        f"## {workload}: {entry.heading}",
         "",
-        "| contestant | frames/s | swath / contestant |",
-        "|---|---:|---:|",
+        f"| contestant | {' | '.join(headings)} |",
+        f"|---|{'---:|' * len(headings)}",
     ]
-    for name, series in results.series[workload].items():
-        ratio = "" if name == "swath" else _ratio(results.ratio(workload, "swath", name))
-        lines.append(f"| {name} | {_rate(series)} | {ratio} |")
+    lines += [_row(results, workload, name) for name in results.series[workload]]
     notes = [note for name, series in results.series[workload].items() for note in _notes(name, series)]
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
-def _rate(series: Series) -> str:
-    spread = series.spread
+def _row(results: Results, workload: str, name: str) -> str:
+    series = results.series[workload][name]
+    cells = [name]
+    for figure in CATALOG[workload].figures:
+        cells.append(_rate(series, figure))
+        cells.append("" if name == "swath" else _ratio(results.ratio(workload, "swath", name, figure)))
+    return f"| {' | '.join(cells)} |"
+
+
+def _rate(series: Series, figure: Figure) -> str:
+    if series.absent is not None:
+        return series.absent
+    spread = series.spread(figure)
     if spread is None:
         return "failed"
-    return f"{spread.median:,.0f} ({spread.low:,.0f} to {spread.high:,.0f})"
+    return f"{figure.show(spread.median)} ({figure.show(spread.low)} to {figure.show(spread.high)})"
 
 
 def _ratio(spread: Spread | None) -> str:
@@ -76,6 +87,11 @@ def _notes(name: str, series: Series) -> list[str]:
 
 
 def _legend(results: Results) -> str:
-    shown = {name for contestants in results.series.values() for name in contestants}
-    lines = [f"- **{name}**: {text}" for name, text in CONTESTANTS.items() if name in shown]
-    return "\n".join(["## Contestants", "", *lines])
+    """What the names mean, once for each set of workloads that share a meaning."""
+    parts = []
+    for legend in {id(CATALOG[workload].legend): CATALOG[workload].legend for workload in results.series}.values():
+        workloads = [workload for workload in results.series if CATALOG[workload].legend is legend]
+        shown = {name for workload in workloads for name in results.series[workload]}
+        lines = [f"- **{name}**: {text}" for name, text in legend.items() if name in shown]
+        parts.append("\n".join([f"## Contestants in {', '.join(workloads)}", "", *lines]))
+    return "\n\n".join(parts)

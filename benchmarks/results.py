@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from benchmarks.catalog import CATALOG
+from benchmarks.figures import Figure
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -26,13 +29,15 @@ class Spread:
 class Series:
     """One contestant in one workload: an entry per round, None where it failed."""
 
-    rates: list[float | None] = field(default_factory=list)
+    rates: dict[str, list[float | None]]
+    """By figure."""
     cpu_shares: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    absent: str | None = None
+    """Why it could not take part, if so."""
 
-    @property
-    def spread(self) -> Spread | None:
-        return Spread.of([rate for rate in self.rates if rate is not None])
+    def spread(self, figure: Figure) -> Spread | None:
+        return Spread.of([rate for rate in self.rates[figure.key] if rate is not None])
 
 
 @dataclass
@@ -45,21 +50,25 @@ class Results:
     series: dict[str, dict[str, Series]] = field(default_factory=dict)
 
     def add(self, workload: str, contestant: str, outcome: Mapping[str, Any]) -> None:
-        series = self.series.setdefault(workload, {}).setdefault(contestant, Series())
-        if "failed" in outcome:
-            series.rates.append(None)
+        contestants = self.series.setdefault(workload, {})
+        series = contestants.setdefault(contestant, Series({f.key: [] for f in CATALOG[workload].figures}))
+        for key, rates in series.rates.items():
+            rates.append(outcome.get(key))
+        if "absent" in outcome:
+            series.absent = str(outcome["absent"])
+        elif "failed" in outcome:
             series.failures.append(_without_paths(str(outcome["failed"])))
         else:
-            series.rates.append(outcome["frames_per_second"])
             series.cpu_shares.append(outcome["cpu_share"])
 
-    def ratio(self, workload: str, above: str, below: str) -> Spread | None:
+    def ratio(self, workload: str, above: str, below: str, figure: Figure) -> Spread | None:
         """How many times as fast `above` is as `below`; only figures of the same round meet."""
         contestants = self.series[workload]
         if above not in contestants or below not in contestants:
             return None
-        pairs = zip(contestants[above].rates, contestants[below].rates, strict=True)
-        return Spread.of([a / b for a, b in pairs if a is not None and b is not None])
+        pairs = zip(contestants[above].rates[figure.key], contestants[below].rates[figure.key], strict=True)
+        # a side that was starved to nothing has no ratio
+        return Spread.of([a / b for a, b in pairs if a is not None and b])
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -75,13 +84,20 @@ class Results:
 
     def _entry(self, workload: str, name: str) -> dict[str, Any]:
         series = self.series[workload][name]
-        ratio = self.ratio(workload, "swath", name)
         return {
-            "frames_per_second": series.rates,
-            "median": series.spread.median if series.spread else None,
+            "figures": {figure.key: self._figure(workload, name, figure) for figure in CATALOG[workload].figures},
             "cpu_shares": series.cpu_shares,
-            "swath_ratio": ratio.median if ratio else None,
             "failures": series.failures,
+            "absent": series.absent,
+        }
+
+    def _figure(self, workload: str, name: str, figure: Figure) -> dict[str, Any]:
+        series = self.series[workload][name]
+        spread, ratio = series.spread(figure), self.ratio(workload, "swath", name, figure)
+        return {
+            "rounds": series.rates[figure.key],
+            "median": spread.median if spread else None,
+            "swath_ratio": ratio.median if ratio else None,
         }
 
 

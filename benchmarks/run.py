@@ -17,14 +17,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks import machine, report
-from benchmarks.contestants import CONTESTANTS
+from benchmarks.catalog import CATALOG, CONTESTANTS
 from benchmarks.results import Results
-from benchmarks.workloads import WORKLOADS
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT = 180.0
@@ -41,32 +41,36 @@ class Plan:
     seconds: float
 
     @property
+    def turns(self) -> list[tuple[str, str]]:
+        """One round: each workload with those of the contestants that take part in it."""
+        return [(w, c) for w in self.workloads for c in CATALOG[w].contestants if c in self.contestants]
+
+    @property
     def full(self) -> bool:
-        return len(self.workloads) == len(WORKLOADS) and len(self.contestants) == len(CONTESTANTS)
+        return len(self.workloads) == len(CATALOG) and len(self.contestants) == len(CONTESTANTS)
 
 
 def run(plan: Plan) -> Results:
     """All rounds; one line of progress per figure."""
     results = Results(machine.facts(), plan.rounds, plan.seconds)
-    total = plan.rounds * len(plan.workloads) * len(plan.contestants)
+    total = plan.rounds * len(plan.turns)
     done, started = 0, time.monotonic()
     for round_ in range(plan.rounds):
-        for workload in plan.workloads:
-            for contestant in plan.contestants:
-                done += 1
-                outcome = _measure(workload, contestant, plan.seconds)
-                results.add(workload, contestant, outcome)
-                left = (time.monotonic() - started) / done * (total - done)
-                print(
-                    f"[{done}/{total}, {left / 60:.0f} min left] round {round_ + 1} "
-                    f"{workload} {contestant:13s} {_short(outcome)}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+        for workload, contestant in plan.turns:
+            done += 1
+            outcome = _measure(workload, contestant, plan.seconds)
+            results.add(workload, contestant, outcome)
+            left = (time.monotonic() - started) / done * (total - done)
+            print(
+                f"[{done}/{total}, {left / 60:.0f} min left] round {round_ + 1} "
+                f"{workload} {contestant:13s} {_short(workload, outcome)}",
+                file=sys.stderr,
+                flush=True,
+            )
     return results
 
 
-def _measure(workload: str, contestant: str, seconds: float) -> dict[str, object]:
+def _measure(workload: str, contestant: str, seconds: float) -> dict[str, Any]:
     """One figure from a fresh process; whatever goes wrong becomes `{"failed": reason}`."""
     command = [sys.executable, "-m", "benchmarks.measure", workload, contestant]
     try:
@@ -82,7 +86,7 @@ def _measure(workload: str, contestant: str, seconds: float) -> dict[str, object
         return {"failed": f"no result within {TIMEOUT + seconds:.0f} s"}
     for line in reversed(finished.stdout.splitlines()):
         if line.startswith("{"):  # the last such line: a library may print lines of its own
-            outcome: dict[str, object] = json.loads(line)
+            outcome: dict[str, Any] = json.loads(line)
             if finished.returncode and "failed" not in outcome:
                 break  # it measured and then crashed: a figure from a broken run is no figure
             return outcome
@@ -90,13 +94,15 @@ def _measure(workload: str, contestant: str, seconds: float) -> dict[str, object
     return {"failed": f"ended with code {finished.returncode}: {last[:200]}"}
 
 
-def _short(outcome: dict[str, object]) -> str:
+def _short(workload: str, outcome: dict[str, Any]) -> str:
+    if "absent" in outcome:
+        return str(outcome["absent"])
     if "failed" in outcome:
         return f"FAILED: {outcome['failed']}"
-    return f"{outcome['frames_per_second']:10,.0f} frames/s"
+    return ", ".join(f"{f.show(outcome[f.key]):>10s} {f.heading}" for f in CATALOG[workload].figures)
 
 
-def _names(known: dict[str, object]) -> Callable[[str], list[str]]:
+def _names(known: Collection[str]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",") if name.strip()]
         if unknown := [name for name in names if name not in known]:
@@ -109,8 +115,8 @@ def _names(known: dict[str, object]) -> Callable[[str], list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--workloads", type=_names(dict(WORKLOADS)), default=list(WORKLOADS), metavar="W1,W2")
-    add("--contestants", type=_names(dict(CONTESTANTS)), default=list(CONTESTANTS), metavar="A,B")
+    add("--workloads", type=_names(CATALOG), default=list(CATALOG), metavar="W1,W2")
+    add("--contestants", type=_names(CONTESTANTS), default=list(CONTESTANTS), metavar="A,B")
     add("--rounds", type=int, default=5)
     add("--seconds", type=float, default=2.5, help="measured time per figure")
     add("--quick", action="store_true", help="2 rounds of 1 s: a look, not a result")

@@ -1,0 +1,35 @@
+"""Everything that can be measured: each workload with its figures and those who take part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from benchmarks import workloads
+from benchmarks.contestants import CONTESTANTS as COLLECTING
+from benchmarks.figures import FRAMES, Figure
+from benchmarks.replay import workloads as replay
+from benchmarks.replay.contestants import CONTESTANTS as REPLAYING
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One workload as the driver and the report see it."""
+
+    heading: str
+    figures: tuple[Figure, ...]
+    contestants: tuple[str, ...]
+    legend: Mapping[str, str]
+    """What each contestant's name stands for in this workload."""
+
+
+CATALOG: dict[str, Entry] = {
+    **{
+        w.name: Entry(f"{w.title}, {w.frames_per_batch} frames per batch", (FRAMES,), tuple(COLLECTING), COLLECTING)
+        for w in workloads.WORKLOADS.values()
+    },
+    **{w.name: Entry(w.title, w.figures, w.contestants, REPLAYING) for w in replay.WORKLOADS.values()},
+}
+
+CONTESTANTS: tuple[str, ...] = tuple(dict.fromkeys([*COLLECTING, *REPLAYING]))
+"""All names, in the order in which they take their turns."""

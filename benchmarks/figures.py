@@ -1,0 +1,25 @@
+"""What a workload is judged by: one rate, or two where one side could starve the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One column of the table; more is better in all of them."""
+
+    key: str
+    """Its name in what a measurement prints and in `results.json`."""
+    heading: str
+    digits: int = 0
+
+    def show(self, value: float) -> str:
+        return f"{value:,.{self.digits}f}"
+
+
+FRAMES = Figure("frames_per_second", "frames/s")
+
+
+class NotAvailableError(RuntimeError):
+    """A contestant cannot take part here, for a reason that is not its failure."""
