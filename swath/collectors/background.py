@@ -21,6 +21,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any, Protocol
 
 from swath.errors import annotate
@@ -46,13 +47,14 @@ class Background:
     def __init__(self, runs: Runs, name: str, interruptor: Interruptor | None) -> None:
         """Make ready; `interruptor` is the user's."""
         self._turn = threading.Condition()
-        self._resting_places = 0
-        """How many want the collector to rest."""
+        self._resters: list[int] = []
+        """The threads that want the collector to rest."""
         self._is_resting = False
         self._is_stopping = False
         self._interruptor = interruptor
         self._name = name
         self.error: BaseException | None = None
+        self._traceback: TracebackType | None = None
         self.is_reported = False
         """Whether the error has reached the user."""
         self._thread = threading.Thread(target=_run, args=(weakref.ref(runs), self), name=f"swath-{name}", daemon=True)
@@ -67,18 +69,18 @@ class Background:
 
     def collection_stopped(self) -> bool:
         """Whether the batch should end here: asked after every step."""
-        if self._resting_places or self._is_stopping:
+        if self.is_here and self.wants_attention():  # whoever has let it rest may collect whole batches meanwhile
             return True
         return self._interruptor is not None and self._interruptor.collection_stopped()
 
     def wants_attention(self) -> bool:
         """Whether somebody wants the thread to rest or to stop."""
-        return bool(self._resting_places) or self._is_stopping
+        return bool(self._resters) or self._is_stopping
 
     def may_go_on(self) -> bool:
         """Rest for as long as somebody wants it; whether to go on then."""
         with self._turn:
-            while self._resting_places and not self._is_stopping:
+            while self._resters and not self._is_stopping:
                 self._is_resting = True
                 self._turn.notify_all()
                 self._turn.wait(1.0)
@@ -98,9 +100,9 @@ class Background:
         return threading.current_thread() is self._thread
 
     @property
-    def is_resting(self) -> bool:
-        """Whether the thread waits until it may go on."""
-        return self._is_resting
+    def rests_for_caller(self) -> bool:
+        """Whether the thread waits until the caller lets it go on."""
+        return self._is_resting and threading.get_ident() in self._resters
 
     @contextlib.contextmanager
     def resting(self, timeout_s: float = REST_S) -> Iterator[None]:
@@ -108,14 +110,15 @@ class Background:
         if self.is_here:  # a hook of the collector itself
             yield
             return
+        caller = threading.get_ident()
         with self._turn:
-            self._resting_places += 1
+            self._resters.append(caller)
         try:
             self._await_rest(timeout_s)
             yield
         finally:
             with self._turn:
-                self._resting_places -= 1
+                self._resters.remove(caller)
                 self._turn.notify_all()
 
     def _await_rest(self, timeout_s: float) -> None:
@@ -149,7 +152,7 @@ class Background:
         """Raise what went wrong in the thread, if something did."""
         if self.error is not None:
             self.is_reported = True
-            raise self.error
+            raise self.error.with_traceback(self._traceback)  # which would grow with each raise
 
     def run(self, runs: weakref.ref[Any]) -> None:
         """What the thread does."""
@@ -161,7 +164,7 @@ class Background:
                 del collector
         except BaseException as error:
             annotate(error, f"Raised while {self._name} collected in the background.")
-            self.error = error
+            self.error, self._traceback = error, error.__traceback__
         finally:
             _running.discard(self)
             _Switching.end()

@@ -112,9 +112,11 @@ class BaseCollector(IterableDataset[Any], ABC):
             self._stream = iter(self)
         try:
             return next(self._stream)
-        except StopIteration:
+        except BaseException as error:  # nothing more comes of a stream that has raised
             self._stream = None
-            return None
+            if isinstance(error, StopIteration):
+                return None
+            raise
 
     def __len__(self) -> int:
         """Number of batches; endless collectors have none, and nobody knows ahead how many episodes there will be."""

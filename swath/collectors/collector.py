@@ -59,6 +59,7 @@ class Collector(BaseCollector):
             self._prepare_policy(given if trusted else as_policy(given, self.env))
             with torch.inference_mode(False):  # rows and batches must be ordinary tensors
                 self._loop = RolloutLoop(self.env, _dressed(self.policy, config), self._settings())
+            self._writer = None if config.replay_buffer is None else self._new_writer(config.replay_buffer)
         except BaseException:
             if callable(source) and source is not self.env:  # an env that was given may be used again
                 self.env.close()
@@ -79,15 +80,23 @@ class Collector(BaseCollector):
             )
         self._budget = FrameBudget(config.total_frames, lanes)
         self._background: Background | None = None
+        self._owes_closing = False
+        """Whether the env was to be closed when its thread had not ended."""
         self._mail = WeightsMail()
-        self._writer: BufferWriter | None = None
-        if config.replay_buffer is not None:
-            self._writer = BufferWriter(config.replay_buffer, self.env.batch_size, self._is_wanted_elsewhere)
         self._batches = 0
         self._is_fresh = True
         """Whether all lanes are where a reset has left them."""
         self._delivered_at: float | None = None
         self._same: TensorDictBase | None = None
+
+    def _new_writer(self, buffer: Any) -> BufferWriter:
+        writer = BufferWriter(buffer, self.env.batch_size)
+        if self.config.trajs_per_batch is not None and not writer.is_flat:
+            raise ValueError(
+                f"trajs_per_batch={self.config.trajs_per_batch} writes whole episodes one after the other, for which a "
+                "storage with lanes (ndim above 1) has no place: use ndim=1."
+            )
+        return writer
 
     def _check_env(self, env: EnvBase) -> None:
         env.must_be_open()
@@ -173,6 +182,8 @@ class Collector(BaseCollector):
     def rollout(self) -> TensorDictBase:
         """One batch as it was collected, before any post-processing; also when `total_frames` are collected."""
         self._must_not_run()
+        if self._writer is not None:
+            self._writer.interrupt()  # these frames do not go there
         return self._taken(self._collect())
 
     def _taken(self, batch: TensorDictBase) -> TensorDictBase:
@@ -188,18 +199,19 @@ class Collector(BaseCollector):
         self._delivered_at = perf_counter()
         return batch
 
-    def _roll_out(self, steps: int) -> tuple[Slot, Receipt]:
-        """Fill a slot with `steps` steps, or with what the budget leaves of them."""
+    def _roll_out(self, steps: int, begins: bool = True) -> tuple[Slot, Receipt]:
+        """Fill a slot with `steps` steps, or with what the budget leaves of them; whether a batch `begins` with it."""
         if self.closed:
             raise ClosedError("This collector is shut down; make a new one.")
         if self._delivered_at is not None:
             self._loop.stats.timings.waiting += perf_counter() - self._delivered_at
-        if self._pre_hook is not None:
+            self._delivered_at = None
+        if begins and self._pre_hook is not None:
             self._pre_hook()
         if self.env.stepped_by is not self._loop.lanes:
             warnings.warn(f"{self.env!r} was used by somebody else: all episodes begin anew.", stacklevel=3)
             self._restart(None)
-        if self.config.reset_at_each_iter and not self._is_fresh:
+        if begins and self.config.reset_at_each_iter and not self._is_fresh:
             self._restart(None)
         slot = self._loop.arena.acquire(self._budget.steps(steps) or steps)
         self._is_fresh = False
@@ -209,12 +221,14 @@ class Collector(BaseCollector):
             self.shutdown(raise_on_error=False)
             raise
         self._budget.spend(receipt.frames)
-        self._batches += 1
+        self._batches += begins
         return slot, receipt
 
     def _acts_at_random(self) -> bool:
+        if not self.config.init_random_frames:
+            return False
         frames = self._budget.spent if self._writer is None else self._writer.frames_written
-        return frames < (self.config.init_random_frames or 0)
+        return frames < self.config.init_random_frames
 
     def _lent(self, slot: Slot, receipt: Receipt) -> TensorDictBase:
         batch_size = (*self.env.batch_size, receipt.steps)
@@ -238,13 +252,17 @@ class Collector(BaseCollector):
         """Collect one batch into the replay buffer; whether there is more to collect."""
         if self._writer is None:
             raise RuntimeError("This collector has no replay buffer to fill; give it one in the constructor.")
+        self._must_not_run()
+        if self._budget.is_spent:
+            self._end()
+            return False
         self._adopt_weights()
         with torch.inference_mode(False):
             if self.config.extend_buffer:
                 self._write_once(self._writer, self.frames_per_batch)
             else:
-                for _ in range(self._budget.steps(self.frames_per_batch)):
-                    self._write_once(self._writer, 1)
+                for step in range(self._budget.steps(self.frames_per_batch)):
+                    self._write_once(self._writer, 1, begins=step == 0)
                     if self._is_wanted_elsewhere():
                         break
         self._delivered_at = perf_counter()
@@ -252,9 +270,9 @@ class Collector(BaseCollector):
             self._end()
         return not self._budget.is_spent and not self.closed
 
-    def _write_once(self, writer: BufferWriter, steps: int) -> None:
+    def _write_once(self, writer: BufferWriter, steps: int, begins: bool = True) -> None:
         config = self.config
-        slot, receipt = self._roll_out(steps)
+        slot, receipt = self._roll_out(steps, begins)
         changes = config.postproc is not None or self._post_hook is not None or config.split_trajs
         if writer.takes_columns and config.trajs_per_batch is None and not changes:
             writer.write_slot(slot, self._loop.delivered, receipt.steps)  # the data's only copy
@@ -281,7 +299,7 @@ class Collector(BaseCollector):
         self.shutdown()
 
     def _is_wanted_elsewhere(self) -> bool:
-        return self._background is not None and self._background.wants_attention()
+        return self._background is not None and self._background.is_here and self._background.wants_attention()
 
     # -- in the background -------------------------------------------------------------------------------------
 
@@ -293,17 +311,19 @@ class Collector(BaseCollector):
         `async_shutdown()`.
         """
         if self._writer is None:
-            super().start()
+            return super().start()
         if self.closed:
             raise ClosedError("This collector is shut down; make a new one.")
         if self._background is not None:
+            self._background.raise_failure()
             return
-        self._iterating = True
+        self._iterating, self._stream = True, None
         if self.policy is self._given_policy and isinstance(self.policy, nn.Module):
             self.policy = copy.deepcopy(self.policy)
             self._loop.policy.exchange(_dressed(self.policy, self.config))
         self._background = Background(self, repr(self), self.config.interruptor)
         self._loop.move_to_background(self._background)
+        self._writer.stopping = self._background.wants_attention
         if isinstance(self.config.replay_buffer, ReplayBuffer):
             self.config.replay_buffer.attach(self)
         self._background.start()
@@ -317,8 +337,15 @@ class Collector(BaseCollector):
     def _at_rest(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._background is None else self._background.resting()
 
+    def _runs_for_others(self) -> bool:
+        """Whether it collects in a thread that is not the caller's, and does not rest for the caller."""
+        background = self._background
+        if background is None or not background.is_alive:
+            return False
+        return not (background.is_here or background.rests_for_caller)
+
     def _must_not_run(self) -> None:
-        if self._background is not None and self._background.is_alive and not self._background.is_resting:
+        if self._runs_for_others():
             raise RuntimeError(
                 "This collector runs in the background: sample from its replay buffer, or use it inside `with "
                 "collector.pause():`."
@@ -333,7 +360,7 @@ class Collector(BaseCollector):
 
     def is_feeding(self) -> bool:
         """Whether more frames may come into the replay buffer. For the buffer; users ask `is_running`."""
-        return self._background is not None and self._background.is_alive
+        return self._runs_for_others()
 
     def raise_failure(self) -> None:
         """Raise what went wrong in the background. For the buffer."""
@@ -363,6 +390,8 @@ class Collector(BaseCollector):
             with self._loop.randomness.applied():
                 self._loop.lanes.restart(lanes)
             self._assembler.drop(cut_off)
+            if self._writer is not None:
+                self._writer.interrupt()
             self._is_fresh = self._is_fresh or chosen is None
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -402,7 +431,7 @@ class Collector(BaseCollector):
                     # Weights from elsewhere must not end up in the policy that the user is training.
                     model = acting = copy.deepcopy(model)
             ready.append(fitted(model, source))
-        if self.is_feeding():
+        if self._background is not None and self._background.is_alive:
             self._mail.send(ready)
             return
         self._adopt_weights()
@@ -547,7 +576,10 @@ class Collector(BaseCollector):
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """Stop collecting and close the env, unless told to leave it open."""
         if not self._stop_background(timeout):
-            close_env = False  # it is still being stepped
+            self._owes_closing, close_env = close_env, False  # it is still being stepped
+        elif self._owes_closing:
+            self._owes_closing = False
+            self.env.close()
         if self.closed:
             self._raise_unreported(raise_on_error)
             return

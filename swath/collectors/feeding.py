@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,12 +21,14 @@ class BufferWriter:
     A buffer of ours with columns takes them straight from the slot, in one copy; others are given TensorDicts.
     """
 
-    def __init__(self, buffer: Any, lanes: Iterable[int], stopping: Callable[[], bool]) -> None:
-        """Write to `buffer`; while it makes us wait, ask whether we are `stopping`."""
+    def __init__(self, buffer: Any, lanes: Iterable[int]) -> None:
+        """Write to `buffer`."""
         self.buffer = buffer
+        self.stopping: Callable[[], bool] | None = None
+        """Asked while the buffer makes us wait, in the background; elsewhere, waiting has an end."""
         self._lanes = tuple(lanes)
-        self._stopping = stopping
         self._source = object()
+        self._is_interrupted = False
         self.takes_columns = isinstance(buffer, ReplayBuffer) and isinstance(buffer.storage, TensorStorage)
         ndim = buffer.storage.ndim if self.takes_columns else 1
         if ndim not in (1, len(self._lanes) + 1):
@@ -33,7 +36,12 @@ class BufferWriter:
                 f"The replay buffer's storage has ndim={ndim}, but batches are {[*self._lanes, 'T']}: use ndim=1, "
                 f"which takes them frame by frame, or ndim={len(self._lanes) + 1}."
             )
-        self._is_flat = ndim == 1
+        self.is_flat = ndim == 1
+        """Whether frames of all lanes lie in one row."""
+
+    def interrupt(self) -> None:
+        """What is written next does not continue what was written last: something came between."""
+        self._is_interrupted = True
 
     @property
     def frames_written(self) -> int:
@@ -47,14 +55,21 @@ class BufferWriter:
 
     def write_batch(self, batch: TensorDictBase) -> None:
         """Write a batch: as it was collected, or as a `postproc` has left it."""
+        mask = batch.get(MASK, None)
+        if 0 in batch.shape:
+            return
         if not self.takes_columns:
-            self.buffer.extend(batch.reshape(-1) if batch.ndim > 1 else batch)
+            self.buffer.extend(batch.reshape(-1) if mask is None else batch[mask].exclude(MASK))
         elif tuple(batch.shape[:-1]) == self._lanes:
             lanes = int(np.prod(self._lanes, dtype=np.int64))
             columns = {as_key(k): v.reshape(lanes, -1, *v.shape[batch.ndim :]) for k, v in batch.items(True, True)}
             self._write(columns, (lanes, batch.shape[-1]))
         else:
-            self.buffer.extend(batch)
+            batch = batch if mask is None else batch[mask].exclude(MASK)
+            if batch.ndim == 1 and self.is_flat:
+                self._send({as_key(key): value for key, value in batch.items(True, True)}, tuple(batch.shape), None)
+            else:
+                self.buffer.extend(batch)
 
     def write_episodes(self, episodes: TensorDictBase, lengths: list[int]) -> None:
         """Write complete episodes that lie one after the other."""
@@ -72,7 +87,7 @@ class BufferWriter:
         """Columns `[N, T, ...]` to the buffer, without frames in which a lane was idle."""
         lanes, steps = shape
         mask = columns.pop(MASK, None)
-        if not self._is_flat:
+        if not self.is_flat:
             if mask is not None and not bool(mask.all()):
                 raise ValueError(
                     "The env has steps in which some lanes are idle, for which a storage with lanes (ndim above 1) has "
@@ -94,7 +109,10 @@ class BufferWriter:
         self._send(flat, (count,), None if seams is None else seams.reshape(1, -1))
 
     def _send(self, columns: dict[Key, Tensor], shape: tuple[int, ...], seams: np.ndarray | None) -> None:
-        self.buffer.write(columns, shape, seams=seams, source=self._source, stopping=self._stopping)
+        if self._is_interrupted and shape[-1]:
+            seams = np.zeros((math.prod(shape[:-1]), shape[-1]), bool) if seams is None else seams
+            seams[:, 0], self._is_interrupted = True, False
+        self.buffer.write(columns, shape, seams=seams, source=self._source, stopping=self.stopping)
 
 
 def _first_of_lanes(mask: Tensor) -> np.ndarray:

@@ -15,6 +15,7 @@ from torch import nn
 
 from swath.collectors import Collector, CollectorConfig, PolicyVersion
 from swath.collectors.config import ELSEWHERE, SYNONYMS
+from swath.data import ReplayBuffer
 from swath.envs import EnvBase, GymEnv, SerialEnv
 from swath.modules import ExplorationType
 from swath.testing import CountingEnv, CountingGymEnv
@@ -73,10 +74,27 @@ EXPECTED = [
     ({"backend": "ray"}, ValueError, ["backend='ray'", "direct"]),
     ({"backend": "submitit"}, ValueError, ["backend='submitit'"]),
     ({"backend_options": {"sync": True}}, ValueError, ["backend_options", "{'sync': True}"]),
-    # A replay buffer comes with a later version; until then the argument is unknown.
-    ({"replay_buffer": object(), "return_same_td": True}, TypeError, ["replay_buffer"]),
-    ({"replay_buffer": object(), "use_buffers": True}, TypeError, ["replay_buffer"]),
-    ({"extend_buffer": False, "postproc": lambda batch: batch}, TypeError, ["extend_buffer"]),
+    ({"replay_buffer": object()}, TypeError, ["replay_buffer must be a ReplayBuffer"]),
+    ({"replay_buffer": ReplayBuffer(), "return_same_td": True}, TypeError, ["return_same_td=True", "replay_buffer"]),
+    ({"replay_buffer": ReplayBuffer(), "use_buffers": True}, TypeError, ["use_buffers=True", "replay_buffer"]),
+    (
+        {"replay_buffer": ReplayBuffer(), "extend_buffer": False, "postproc": lambda batch: batch},
+        TypeError,
+        ["extend_buffer=False", "postproc"],
+    ),
+    (
+        {"replay_buffer": ReplayBuffer(), "extend_buffer": False, "split_trajs": True},
+        TypeError,
+        ["extend_buffer=False", "split_trajs"],
+    ),
+    (
+        {"replay_buffer": ReplayBuffer(), "extend_buffer": False, "trajs_per_batch": 2},
+        TypeError,
+        ["extend_buffer=False", "trajs_per_batch"],
+    ),
+    ({"trajs_per_write": 2}, ValueError, ["trajs_per_write=2", "replay_buffer", "trajs_per_batch"]),
+    ({"trajs_per_write": 2, "trajs_per_batch": 2}, ValueError, ["trajs_per_write=2", "replay_buffer"]),
+    ({"trajs_per_write": 2, "replay_buffer": ReplayBuffer()}, ValueError, ["trajs_per_write=2", "trajs_per_batch"]),
 ]
 
 
@@ -215,6 +233,9 @@ WRONG: dict[str, list[Any]] = {
     "pre_collect_hook": [5, "hook"],
     "post_collect_hook": [5, "hook"],
     "worker_idx": ["0", 1.0, True],
+    "replay_buffer": [5, "buffer", [], ReplayBuffer.sample],
+    "extend_buffer": [None, 1, "yes"],
+    "trajs_per_write": ["2", 2.0, True],
     "progress": [None, 1],
     "fast_policy": [None, 0],
 }
@@ -236,6 +257,8 @@ def test_a_wrong_kind_is_refused(name: str, value: Any) -> None:
         ("frames_per_batch", -5),
         ("total_frames", 0),
         ("trajs_per_batch", 0),
+        ("trajs_per_write", 0),
+        ("trajs_per_write", -1),
         ("worker_idx", -1),
         ("worker_idx", 2**23),
     ],
@@ -283,6 +306,9 @@ def test_the_name_of_an_exploration_type_is_refused_with_the_type_to_write() -> 
         ("policyy", "policy"),
         ("explorationtype", "exploration_type"),
         ("traj_per_batch", "trajs_per_batch"),
+        ("replaybuffer", "replay_buffer"),
+        ("extends_buffer", "extend_buffer"),
+        ("traj_per_write", "trajs_per_write"),
     ],
 )
 def test_an_unknown_argument_is_told_the_nearest_name(wrong: str, right: str) -> None:
@@ -343,6 +369,7 @@ DEFAULTS = {
     "no_cuda_sync": False,
     "track_policy_version": False,
     "compact_obs": False,
+    "extend_buffer": True,
     "progress": False,
     "fast_policy": True,
 }

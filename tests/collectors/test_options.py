@@ -12,6 +12,7 @@ from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDict
 from torch import Tensor, nn
 
 from swath.collectors import Collector, CollectorConfig, PolicyVersion
+from swath.data import LazyTensorStorage, ReplayBuffer
 from swath.envs import EnvBase, GymEnv, SerialEnv
 from swath.modules import ExplorationType, set_exploration_type
 from swath.testing import CountingEnv, CountingGymEnv, assert_frames_belong, assert_whole_in_a_row
@@ -528,6 +529,54 @@ def test_worker_idx_is_part_of_the_ids(make: Any) -> None:
     collector = make(worker_idx=3)
     assert collector.next()[IDS].tolist() == [3 << 40] * 5 + [(3 << 40) + 1] * 5
     assert collector.worker_idx == 3
+
+
+def buffer() -> ReplayBuffer:
+    return ReplayBuffer(storage=LazyTensorStorage(1000))
+
+
+def test_replay_buffer_takes_what_would_be_delivered(make: Any) -> None:
+    kept = buffer()
+    assert list(make(replay_buffer=kept, total_frames=25)) == [None] * 3
+    assert kept.write_count == len(kept) == 25
+    assert_frames_belong(kept[:])
+
+
+def test_replay_buffer_may_be_left_out(make: Any) -> None:
+    assert make(replay_buffer=None).next().shape == (10,)
+
+
+def test_extend_buffer_writes_once_per_batch(make: Any) -> None:
+    kept, seen = buffer(), list[int]()
+    policy = TensorDictModule(lambda obs: seen.append(kept.write_count) or obs[..., :2], ["observation"], ["action"])
+    collector = make(policy=policy, replay_buffer=kept, total_frames=20)
+    seen.clear()  # the policy is tried once before the first step
+    list(collector)
+    assert seen == [0] * 10 + [10] * 10
+
+
+def test_extend_buffer_false_writes_after_every_step(make: Any) -> None:
+    kept, seen = buffer(), list[int]()
+    policy = TensorDictModule(lambda obs: seen.append(kept.write_count) or obs[..., :2], ["observation"], ["action"])
+    collector = make(policy=policy, replay_buffer=kept, extend_buffer=False, total_frames=20)
+    seen.clear()
+    assert list(collector) == [None] * 2
+    assert seen == list(range(20))
+    assert_frames_belong(kept[:])
+
+
+def test_trajs_per_write_groups_episodes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, sizes = buffer(), list[int]()
+    original = kept.write
+
+    def write(entries: Any, shape: Any, **options: Any) -> Any:
+        sizes.append(shape[-1])
+        return original(entries, shape, **options)
+
+    monkeypatch.setattr(kept, "write", write)
+    list(make(replay_buffer=kept, trajs_per_batch=1, trajs_per_write=3, total_frames=40))
+    assert sizes == [15, 15, 10]  # what is left at the end is written too
+    assert len(assert_whole_in_a_row(kept[:], lambda lane, episode: 5)) == 8
 
 
 def test_progress_shows_a_bar(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
