@@ -18,6 +18,7 @@ import contextlib
 import sys
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -152,7 +153,15 @@ class Background:
         """Raise what went wrong in the thread, if something did."""
         if self.error is not None:
             self.is_reported = True
+            _failed.discard(self)
             raise self.error.with_traceback(self._traceback)  # which would grow with each raise
+
+    def complain(self) -> None:
+        """Warn of an error that nobody has asked for."""
+        if self.error is not None and not self.is_reported:
+            self.is_reported = True
+            told = "".join(traceback.format_exception(self.error)).rstrip()
+            warnings.warn(f"{self._name} had ended with an error that nobody has asked for:\n{told}", stacklevel=2)
 
     def run(self, runs: weakref.ref[Any]) -> None:
         """What the thread does."""
@@ -165,6 +174,7 @@ class Background:
         except BaseException as error:
             annotate(error, f"Raised while {self._name} collected in the background.")
             self.error, self._traceback = error, error.__traceback__
+            _failed.add(self)
         finally:
             _running.discard(self)
             _Switching.end()
@@ -200,6 +210,8 @@ class _Switching:
 
 
 _running: weakref.WeakSet[Background] = weakref.WeakSet()
+_failed: set[Background] = set()
+"""Those whose error may not have reached anybody."""
 
 
 @atexit.register
@@ -208,3 +220,5 @@ def _stop_all() -> None:
     stops: list[Callable[..., Any]] = [background.stop for background in list(_running)]
     for stop in stops:
         stop()
+    for background in _failed:
+        background.complain()

@@ -263,7 +263,7 @@ class Collector(BaseCollector):
             else:
                 for step in range(self._budget.steps(self.frames_per_batch)):
                     self._write_once(self._writer, 1, begins=step == 0)
-                    if self._is_wanted_elsewhere():
+                    if self._loop.was_stopped:
                         break
         self._delivered_at = perf_counter()
         if self._budget.is_spent and self._background is not None:
@@ -297,9 +297,6 @@ class Collector(BaseCollector):
             self._writer.write_episodes(self._deliver(self._assembler.take(ready, "cat")), lengths)
         self._assembler.clear()
         self.shutdown()
-
-    def _is_wanted_elsewhere(self) -> bool:
-        return self._background is not None and self._background.is_here and self._background.wants_attention()
 
     # -- in the background -------------------------------------------------------------------------------------
 
@@ -569,6 +566,15 @@ class Collector(BaseCollector):
         """An attribute of the policy, by path."""
         return follow(self.policy, name)
 
+    @property
+    def replay_buffer(self) -> Any:
+        """The buffer that is written to, if there is one."""
+        return self.config.replay_buffer
+
+    def getattr_rb(self, name: str) -> Any:
+        """An attribute of the replay buffer, by path."""
+        return follow(self.config.replay_buffer, name)
+
     def getattr_env(self, name: str) -> Any:
         """An attribute of the env, by path."""
         return follow(self.env, name)
@@ -600,10 +606,15 @@ class Collector(BaseCollector):
         return self._background is None or self._background.stop(timeout)
 
     def _raise_unreported(self, raise_on_error: bool) -> None:
-        """What went wrong in the background and has reached nobody yet."""
-        background = self._background
-        if raise_on_error and background is not None and not background.is_here and not background.is_reported:
+        """What went wrong in the background and has reached nobody yet; the buffer need not know of it any more."""
+        background, buffer = self._background, self.config.replay_buffer
+        if background is None or background.is_here:
+            return
+        if isinstance(buffer, ReplayBuffer):
+            buffer.detach(self)
+        if raise_on_error and not background.is_reported:
             background.raise_failure()
+        background.complain()
 
     def __repr__(self) -> str:
         """Env, policy and size of the batches."""

@@ -212,8 +212,9 @@ class CollectorConfig:
         if not self.extend_buffer and (self.postproc is not None or self.split_trajs):
             other = "postproc" if self.postproc is not None else "split_trajs"
             raise TypeError(f"extend_buffer=False writes single steps, but {other} works on whole batches.")
-        if not self.extend_buffer and self.trajs_per_batch is not None:
-            raise TypeError("extend_buffer=False writes single steps, but trajs_per_batch writes whole episodes.")
+        for name in ("trajs_per_batch", "set_truncated"):
+            if not self.extend_buffer and getattr(self, name):
+                raise TypeError(f"extend_buffer=False writes single steps, but {name} is about more than one.")
 
     @property
     def devices(self) -> Devices:

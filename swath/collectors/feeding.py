@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from inspect import signature
 from typing import Any
 
 import numpy as np
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from swath.data import ReplayBuffer, TensorStorage
+from swath.data import ReplayBuffer
 from swath.keys import MASK, Key, as_key
 from swath.rollout import Slot
 
@@ -29,8 +30,8 @@ class BufferWriter:
         self._lanes = tuple(lanes)
         self._source = object()
         self._is_interrupted = False
-        self.takes_columns = isinstance(buffer, ReplayBuffer) and isinstance(buffer.storage, TensorStorage)
-        ndim = buffer.storage.ndim if self.takes_columns else 1
+        self._is_ours = isinstance(buffer, ReplayBuffer)
+        ndim = buffer.storage.ndim if self._is_ours else 1
         if ndim not in (1, len(self._lanes) + 1):
             raise ValueError(
                 f"The replay buffer's storage has ndim={ndim}, but batches are {[*self._lanes, 'T']}: use ndim=1, "
@@ -38,6 +39,11 @@ class BufferWriter:
             )
         self.is_flat = ndim == 1
         """Whether frames of all lanes lie in one row."""
+
+    @property
+    def takes_columns(self) -> bool:
+        """Whether the buffer takes columns as they are; others are given TensorDicts to `extend`."""
+        return self._is_ours and self.buffer.takes_columns
 
     def interrupt(self) -> None:
         """What is written next does not continue what was written last: something came between."""
@@ -58,23 +64,23 @@ class BufferWriter:
         mask = batch.get(MASK, None)
         if 0 in batch.shape:
             return
-        if not self.takes_columns:
-            self.buffer.extend(batch.reshape(-1) if mask is None else batch[mask].exclude(MASK))
-        elif tuple(batch.shape[:-1]) == self._lanes:
+        if not self.takes_columns and self.is_flat:
+            self._extend(batch.reshape(-1) if mask is None else batch[mask].exclude(MASK))
+        elif self.takes_columns and tuple(batch.shape[:-1]) == self._lanes:
             lanes = int(np.prod(self._lanes, dtype=np.int64))
             columns = {as_key(k): v.reshape(lanes, -1, *v.shape[batch.ndim :]) for k, v in batch.items(True, True)}
             self._write(columns, (lanes, batch.shape[-1]))
         else:
             batch = batch if mask is None else batch[mask].exclude(MASK)
-            if batch.ndim == 1 and self.is_flat:
+            if batch.ndim == 1 and self.is_flat and self.takes_columns:
                 self._send({as_key(key): value for key, value in batch.items(True, True)}, tuple(batch.shape), None)
             else:
-                self.buffer.extend(batch)
+                self._extend(batch)
 
     def write_episodes(self, episodes: TensorDictBase, lengths: list[int]) -> None:
         """Write complete episodes that lie one after the other."""
         if not self.takes_columns:
-            self.buffer.extend(episodes)
+            self._extend(episodes)
             return
         columns = {as_key(key): value for key, value in episodes.items(True, True)}
         seams = None
@@ -107,6 +113,13 @@ class BufferWriter:
             seams = None if seams is None else _first_of_lanes(mask)
         count = lanes * steps if mask is None else int(mask.sum())
         self._send(flat, (count,), None if seams is None else seams.reshape(1, -1))
+
+    def _extend(self, batch: TensorDictBase) -> None:
+        """Give the buffer a batch as anybody would."""
+        if self._is_ours and "source" in signature(self.buffer.extend).parameters:
+            self.buffer.extend(batch, source=self._source)
+        else:
+            self.buffer.extend(batch)
 
     def _send(self, columns: dict[Key, Tensor], shape: tuple[int, ...], seams: np.ndarray | None) -> None:
         if self._is_interrupted and shape[-1]:

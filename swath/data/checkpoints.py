@@ -1,12 +1,14 @@
 """Checkpoints of buffers: what is saved, and how it lies on disk.
 
-A checkpoint is a directory with one JSON file and the raw bytes of each tensor. Loading it executes nothing.
+A checkpoint is a JSON file, and a folder with the raw bytes of each tensor. Loading it executes nothing.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,10 +19,14 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from swath.data.columns import TensorStorage
 from swath.data.layout import Layout, array_of, dtype_named, name_of
-from swath.data.storages import ListStorage, Storage, TensorStorage
+from swath.data.samplers import Draw
+from swath.data.storages import ListStorage, Storage
+from swath.keys import as_key
 
-STATE_FILE = "state.json"
+STATE_FILE = "replay_buffer.json"
+FOLDER = "replay_buffer_"
 FORMAT = 1
 
 
@@ -53,6 +59,7 @@ def load_storage_state(storage: Storage, state: Mapping[str, Any]) -> None:
             f"What was saved cannot be held by a {type(storage).__name__}: it was another kind of storage."
         )
     used = state["rows"]
+    storage.forget_sources()
     if isinstance(storage, ListStorage):
         storage.items[:] = [_restored(item) for item in state["items"]]
         storage.ledger.load_state_dict(state["ledger"])
@@ -70,6 +77,11 @@ def load_storage_state(storage: Storage, state: Mapping[str, Any]) -> None:
 
 
 def _load_tensors(storage: TensorStorage, layout: Layout, tensors: list[Tensor], used: int) -> None:
+    if len(layout.dims) + 1 != storage.ndim or layout.rows != storage.max_size // max(layout.lanes, 1):
+        raise ValueError(
+            f"The saved buffer has {layout.rows} rows in {len(layout.dims) + 1} dimensions, which do not fit into this "
+            f"one of max_size={storage.max_size} and ndim={storage.ndim}."
+        )
     if storage.is_ready and storage.layout is not None:
         if (storage.layout.leaves, storage.layout.dims) != (layout.leaves, layout.dims):
             raise ValueError("The saved buffer has other entries than this one, or other shapes or types of them.")
@@ -87,32 +99,58 @@ def _load_tensors(storage: TensorStorage, layout: Layout, tensors: list[Tensor],
 
 
 def dump(state: Any, path: Path) -> None:
-    """Write `state` to the directory `path`, replacing what is there once everything is written."""
-    fresh, former = _beside(path, "new"), _beside(path, "old")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(mode=0o700, parents=True)
+    """Write `state` to the directory `path`, beside whatever else is there.
+
+    Tensors go to a new folder in it; then one file, which names the folder, is replaced in one step, and the folder
+    that it named before is removed. Whoever is killed meanwhile leaves the former state, or the new one.
+    """
+    path = path.resolve()
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = path / f"{FOLDER}{secrets.token_hex(8)}"
+    folder.mkdir(mode=0o700)
     files: list[str] = []
-    words = {"format": FORMAT, "state": _told(state, fresh, files)}
-    (fresh / STATE_FILE).write_text(json.dumps(words))
-    shutil.rmtree(former, ignore_errors=True)
-    if path.exists():
-        os.rename(path, former)
-    os.rename(fresh, path)
-    shutil.rmtree(former, ignore_errors=True)
+    words = {"format": FORMAT, "folder": folder.name, "state": _told(state, folder, files)}
+    fresh = path / f".{STATE_FILE}.{folder.name}"
+    fresh.write_text(json.dumps(words))
+    os.replace(fresh, path / STATE_FILE)
+    for former in path.glob(f"{FOLDER}*"):
+        if former != folder and _is_ours(former.name):
+            shutil.rmtree(former, ignore_errors=True)
+    for former in path.glob(f".{STATE_FILE}.{FOLDER}*"):
+        former.unlink(missing_ok=True)
 
 
 def load(path: Path) -> Any:
     """What `dump` has written. Tensors are mapped from the files, and read when they are used."""
-    if not path.exists() and _beside(path, "old").exists():  # killed between two renames
-        path = _beside(path, "old")
     words = json.loads((path / STATE_FILE).read_text())
     if words.get("format") != FORMAT:
         raise ValueError(f"{path} was written in format {words.get('format')!r}; this version reads {FORMAT}.")
-    return _understood(words["state"], path)
+    if not _is_ours(words["folder"]):
+        raise ValueError(f"{path / STATE_FILE} names the folder {words['folder']!r}, which is none of a checkpoint.")
+    return _understood(words["state"], path / words["folder"])
 
 
-def _beside(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name}.{kind}")
+def _is_ours(name: str) -> bool:
+    return re.fullmatch(f"{FOLDER}[0-9a-f]{{16}}", name) is not None
+
+
+def draw_state(draw: Draw) -> dict[str, Any]:
+    """A draw as plain tensors."""
+    return {
+        "index": torch.from_numpy(draw.index),
+        "info": [[key, torch.as_tensor(value)] for key, value in draw.info.items()],
+        "overrides": [[key, torch.as_tensor(value)] for key, value in draw.overrides.items()],
+        "shape": None if draw.shape is None else list(draw.shape),
+    }
+
+
+def restored_draw(state: Mapping[str, Any]) -> Draw:
+    """The reverse of `draw_state`."""
+    info, overrides = (
+        {as_key(key): value.numpy().copy() for key, value in state[name]} for name in ("info", "overrides")
+    )
+    shape = None if state["shape"] is None else tuple(state["shape"])
+    return Draw(state["index"].numpy().copy(), info, overrides, shape)
 
 
 def _told(value: Any, folder: Path, files: list[str]) -> Any:

@@ -28,6 +28,10 @@ class Feeders:
         if all(ref() is not feeder for ref in self._known):
             self._known.append(weakref.ref(feeder))
 
+    def remove(self, feeder: Feeder) -> None:
+        """Forget `feeder`, and those that are gone."""
+        self._known = [ref for ref in self._known if ref() not in (None, feeder)]
+
     def __bool__(self) -> bool:
         """Whether there were any."""
         return bool(self._known)

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, is_tensorclass
+from tensordict import NonTensorData, TensorDict, TensorDictBase, is_leaf_nontensor, is_tensorclass
 from torch import Tensor
 
-from swath.keys import Key, as_key, nest
+from swath.keys import Key, as_key, as_path
 
 WHOLE = "_"
 """The key of a tensor that has no name."""
@@ -34,15 +34,25 @@ class Form(ABC):
         """The form in words that JSON knows."""
 
 
+Inner = dict[tuple[str, ...], tuple[int, ...]]
+"""For a TensorDict and those nested in it, by path: the batch dimensions that belong to each frame, if any."""
+
+
 class TensorDictForm(Form):
     """TensorDicts, nested ones included."""
 
+    def __init__(self, inner: Inner | None = None) -> None:
+        """With the batch dimensions that `inner` tells of."""
+        self._inner = inner or {}
+
     def take_apart(self, data: Any) -> Entries:
         """All leaves."""
+        if is_tensorclass(data) and not isinstance(data, NonTensorData):
+            data = data.to_tensordict()
         if not isinstance(data, TensorDictBase):
             raise TypeError(f"The buffer holds TensorDicts, and was given {type(data).__name__}.")
         entries: Entries = {}
-        for key, value in data.items(True, True):
+        for key, value in data.items(True, True, is_leaf=is_leaf_nontensor):
             if not isinstance(value, Tensor):
                 raise TypeError(
                     f"{as_key(key)!r} is {type(value).__name__}, which cannot be laid out in memory ahead. Keep it in "
@@ -53,23 +63,20 @@ class TensorDictForm(Form):
 
     def put_together(self, entries: Entries, shape: Sequence[int]) -> TensorDictBase:
         """A TensorDict."""
-        return TensorDict(nest(entries), batch_size=shape)
+        return _trusting(entries, tuple(shape), self._inner, ())
 
     def described(self) -> Any:
-        """Its name."""
-        return "tensordict"
+        """Its name, and the inner batch dimensions."""
+        return {"tensordict": [[path, sizes] for path, sizes in self._inner.items()]}
 
 
 class TensorClassForm(TensorDictForm):
     """Instances of a tensorclass. Other processes that only read get TensorDicts."""
 
-    def __init__(self, kind: Any) -> None:
+    def __init__(self, kind: Any, inner: Inner | None = None) -> None:
         """Of the class `kind`."""
+        super().__init__(inner)
         self._kind = kind
-
-    def take_apart(self, data: Any) -> Entries:
-        """All leaves."""
-        return super().take_apart(data.to_tensordict() if is_tensorclass(data) else data)
 
     def put_together(self, entries: Entries, shape: Sequence[int]) -> Any:
         """An instance of the class."""
@@ -103,7 +110,7 @@ class TreeForm(Form):
     def shape_of(data: Any) -> Any:
         """The nesting of `data`: None for a leaf, a dict, or a list that begins with the name of its kind."""
         if isinstance(data, Mapping):
-            return {str(name): TreeForm.shape_of(value) for name, value in data.items()}
+            return {name: TreeForm.shape_of(value) for name, value in data.items()}
         if isinstance(data, tuple | list):
             return ["tuple" if isinstance(data, tuple) else "list", *(TreeForm.shape_of(value) for value in data)]
         return None
@@ -123,12 +130,35 @@ class TreeForm(Form):
         return {"tree": self._shape}
 
 
-def form_of(data: Any) -> Form:
-    """The form of `data`."""
+_new = getattr(TensorDict, "_new_unsafe", TensorDict)
+"""Makes a TensorDict without looking at its entries, which takes longer than reading a batch of small frames. All of
+ours have the shape that their layout says."""
+
+
+def _trusting(
+    entries: Mapping[Key, Tensor], shape: tuple[int, ...], inner: Inner, path: tuple[str, ...]
+) -> TensorDictBase:
+    """A TensorDict of `entries` that surely have the batch size `shape`, and behind it what `inner` says of `path`."""
+    source: dict[str, Any] = {}
+    rooms: dict[str, dict[Key, Tensor]] = {}
+    for key, entry in entries.items():
+        if isinstance(key, str):
+            source[key] = entry
+        else:
+            rooms.setdefault(key[0], {})[key[1] if len(key) == 2 else key[1:]] = entry
+    for name, room in rooms.items():
+        source[name] = _trusting(room, shape, inner, (*path, name))
+    size = torch.Size((*shape, *inner.get(path, ()))) if inner else torch.Size(shape)
+    made: TensorDictBase = _new(source, batch_size=size, device=next(iter(entries.values())).device)
+    return made
+
+
+def form_of(data: Any, batch_dims: int) -> Form:
+    """The form of `data`, of which the first `batch_dims` dimensions are those of frames."""
     if is_tensorclass(data) and not isinstance(data, NonTensorData):
-        return TensorClassForm(type(data))
+        return TensorClassForm(type(data), _inner_sizes(data.to_tensordict(), batch_dims))
     if isinstance(data, TensorDictBase):
-        return TensorDictForm()
+        return TensorDictForm(_inner_sizes(data, batch_dims))
     if isinstance(data, Mapping | tuple | list):
         return TreeForm(TreeForm.shape_of(data))
     if isinstance(data, Tensor | np.ndarray | int | float | bool | np.generic):
@@ -141,16 +171,28 @@ def form_of(data: Any) -> Form:
 
 def form_from(description: Any) -> Form:
     """The form that `described` told of."""
-    if description == "tensordict":
-        return TensorDictForm()
-    return TensorForm() if description == "tensor" else TreeForm(description["tree"])
+    if description == "tensor":
+        return TensorForm()
+    if "tree" in description:
+        return TreeForm(description["tree"])
+    return TensorDictForm({tuple(path): tuple(sizes) for path, sizes in description["tensordict"]})
+
+
+def _inner_sizes(data: TensorDictBase, batch_dims: int) -> Inner:
+    rooms = [(as_path(as_key(key)), value) for key, value in data.items(True) if isinstance(value, TensorDictBase)]
+    sizes = {path: tuple(room.batch_size[batch_dims:]) for path, room in [((), data), *rooms]}
+    return {path: size for path, size in sizes.items() if size}
 
 
 def gathered(items: Any) -> Any:
-    """One batch of a list of items, such as `[td, td]`; a batch stays as it is."""
+    """One batch of a list of items, such as `[td, td]` or `[(x, y), (x, y)]`; a batch stays as it is."""
     if isinstance(items, list) and items:
         first = items[0]
-        if isinstance(first, TensorDictBase | Tensor) or is_tensorclass(first):
+        if isinstance(first, tuple | list) or (isinstance(first, Mapping) and not isinstance(first, TensorDictBase)):
+            return collated(items)
+        if isinstance(first, TensorDictBase):
+            return TensorDict.maybe_dense_stack(items)  # those of unequal shapes beside each other
+        if isinstance(first, Tensor) or is_tensorclass(first):
             return torch.stack(items, 0)
         if isinstance(first, np.ndarray | np.generic | int | float | bool):
             return torch.as_tensor(np.stack([np.asarray(item) for item in items]))
@@ -178,7 +220,7 @@ def _leaves(data: Any, path: tuple[str, ...]) -> list[tuple[tuple[str, ...], Any
 
 def _grown(shape: Any, entries: Entries, path: tuple[str, ...]) -> Any:
     if isinstance(shape, Mapping):
-        return {name: _grown(inner, entries, (*path, name)) for name, inner in shape.items()}
+        return {name: _grown(inner, entries, (*path, str(name))) for name, inner in shape.items()}
     if isinstance(shape, list):
         values = [_grown(inner, entries, (*path, str(at))) for at, inner in enumerate(shape[1:])]
         return tuple(values) if shape[0] == "tuple" else values

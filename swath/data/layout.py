@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,10 +51,40 @@ class Layout:
     def of(form: Form, entries: Entries, dims: Sequence[int], max_size: int) -> Layout:
         """The layout for `entries` `[*dims, rows, ...]`, with room for `max_size` frames over all lanes."""
         lanes = math.prod(dims)
+        if not lanes:
+            raise ValueError(f"There must be a frame of at least one lane, got lanes of shape {tuple(dims)}.")
         if max_size < lanes:
             raise ValueError(f"A storage of max_size={max_size} has no room for one frame of each of {lanes} lanes.")
         leaves = {key: (tuple(entry.shape[len(dims) + 1 :]), entry.dtype) for key, entry in entries.items()}
         return Layout(form, leaves, tuple(dims), max_size // lanes)
+
+    def told(self, index: np.ndarray) -> Any:
+        """Frames as users know them: numbers of rows, or with several dimensions (rows, lanes...)."""
+        if not self.dims:
+            return torch.from_numpy(index)
+        lanes = np.unravel_index(index // self.rows, self.dims)
+        return tuple(torch.from_numpy(part) for part in (index % self.rows, *lanes))
+
+    def told_by_row(self, rows: np.ndarray) -> Tensor:
+        """All frames of `rows`, as numbers of rows or as `[rows * lanes, ndim]`, row by row."""
+        where = torch.from_numpy(rows)
+        if not self.dims:
+            return where
+        lanes = torch.cartesian_prod(*(torch.arange(n) for n in self.dims)).view(-1, len(self.dims))
+        return torch.cat([where.repeat_interleave(len(lanes))[:, None], lanes.repeat(len(where), 1)], 1)
+
+    def index_of(self, told: Any) -> np.ndarray:
+        """The reverse of `told`, flat; `[..., ndim]` will do as well as a tuple."""
+        if not self.dims:
+            return np.asarray(torch.as_tensor(told).cpu().reshape(-1), np.int64)
+        if not isinstance(told, tuple):
+            told = torch.as_tensor(told).cpu().reshape(-1, len(self.dims) + 1).unbind(1)
+        rows, *lanes = (np.asarray(part) for part in told)
+        return np.asarray(np.ravel_multi_index(tuple(lanes), self.dims) * self.rows + rows)
+
+    def grid(self, used: int) -> Tensor:
+        """The index of each frame of the first `used` rows: `[*dims, used]`."""
+        return torch.arange(self.frames).view(*self.dims, self.rows)[..., :used]
 
     def offsets(self, start: int) -> dict[Key, int]:
         """Where each column begins, if the first does at `start` or a little later; `None` is where the last ends."""

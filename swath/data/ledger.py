@@ -32,7 +32,7 @@ from swath.runtime import is_alive, own_birth
 WRITERS = 256
 """How many processes can write at the same time."""
 NOBODY = 0
-HEAD, ORIGIN, LOST, HOLES, SAMPLED, LAYOUT = range(6)
+HEAD, ORIGIN, LOST, HOLES, SAMPLED, WANTED, LAYOUT, EDITS, FORMER = range(9)
 COUNTERS = 16
 SLOW_NS = 500_000_000
 """A writer that takes longer than this may be dead, and is no longer waited for by readers."""
@@ -48,6 +48,8 @@ class Ledger:
         self._numbers = np.zeros(Ledger.size(), np.int64) if numbers is None else numbers
         self._is_local = lock is None
         self._lock = threading.RLock() if lock is None else lock
+        self.writing = threading.RLock()
+        """Held by the one thread of this process that writes: all its threads note what they write in one place."""
         self._slot: int | None = None
         self._slot_owner = 0
         self.capacity = 0
@@ -59,6 +61,12 @@ class Ledger:
         """The table of writers: who each is, which positions it is writing (none if both are equal), and since when."""
         table = self._numbers[COUNTERS:].reshape(5, WRITERS)
         self._pids, self._births, self._begins, self._ends, self._since = table
+
+    def renew_lock(self) -> None:
+        """In a forked child: a lock that another thread held when the process was forked would stay held for ever."""
+        self.writing = threading.RLock()
+        if self._is_local:
+            self._lock = threading.RLock()
 
     @staticmethod
     def size() -> int:
@@ -94,7 +102,8 @@ class Ledger:
     @property
     def written(self) -> int:
         """How many frames were ever written since the ring was last emptied."""
-        return (self.head - self.origin - int(self._numbers[LOST]) - self._in_flight()) * self.lanes
+        here = self.head - self.origin - int(self._numbers[LOST]) - self._in_flight()
+        return int(self._numbers[FORMER]) + here * self.lanes
 
     @property
     def lost(self) -> int:
@@ -128,6 +137,15 @@ class Ledger:
             self._numbers[SAMPLED] += frames
 
     @property
+    def wanted(self) -> int:
+        """How many frames somebody last waited to sample at once."""
+        return int(self._numbers[WANTED])
+
+    @wanted.setter
+    def wanted(self, frames: int) -> None:
+        self._numbers[WANTED] = frames
+
+    @property
     def layout(self) -> int:
         """How many bytes describe what the shared memory holds; none as long as it has no layout."""
         return int(self._numbers[LAYOUT])
@@ -148,6 +166,7 @@ class Ledger:
         while True:
             with self._lock:
                 slot = self._own_slot()
+                self._bury(slot)  # a write of ours that was interrupted just before or after the copy
                 begin = self.head + skipped
                 ahead = self._in_the_way(begin, rows)
                 if ahead is None:
@@ -161,17 +180,19 @@ class Ledger:
             time.sleep(PAUSE_S)
 
     def _take(self, slot: int, begin: int, rows: int) -> None:
-        """Note, then take the stamps off, then move the head: a writer killed in between has changed nothing else."""
+        """Note, then move the head, then take the stamps off: who is killed in between is found with what it took."""
+        vain = self._ends > self.head  # killed before they moved the head: what they noted is taken by us
+        self._begins[vain] = self._ends[vain]
         self._since[slot] = time.monotonic_ns()
         self._begins[slot] = self._ends[slot] = begin
         self._ends[slot] = begin + rows
+        self._numbers[HEAD] = begin + rows
         if self._numbers[HOLES]:  # those that are now overwritten are no holes any more
             former = np.arange(begin, begin + rows) - self.capacity
-            empty = self.stamps[former % self.capacity] == EMPTY
-            self._numbers[HOLES] = max(0, self._numbers[HOLES] - int((empty & (former >= self.origin)).sum()))
+            missing = self.stamps[former % self.capacity] != former + 1
+            self._numbers[HOLES] = max(0, self._numbers[HOLES] - int((missing & (former >= self.origin)).sum()))
         for part in self.parts(begin, rows):
             self.stamps[part] = EMPTY
-        self._numbers[HEAD] = begin + rows
 
     def commit(self, begin: int, rows: int) -> None:
         """The `rows` rows from `begin` on are whole: let them be read."""
@@ -219,12 +240,32 @@ class Ledger:
         if len(positions):
             unfinished = int((self.stamps[positions % self.capacity] != positions + 1).sum())
             self._numbers[LOST] += unfinished
-            self._numbers[HOLES] += unfinished
+            self._numbers[HOLES] = self._count_holes(slot)
         self._begins[slot] = self._ends[slot]
+
+    def _count_holes(self, dead: int) -> int:
+        """How many rows hold nothing and will not, by looking at each; `dead` is not going to write any more."""
+        busy = [slot for slot in self._busy() if slot != dead]
+        notes = [(self._begins[slot], self._ends[slot]) for slot in busy]  # before the stamps: they may just be set
+        positions = np.arange(self.first, self.head)
+        missing = self.stamps[positions % self.capacity] != positions + 1
+        for begin, end in notes:
+            missing[(positions >= begin) & (positions < end)] = False
+        return int(missing.sum())
 
     def _busy(self) -> np.ndarray:
         """The places of those who are writing now."""
         return np.flatnonzero(self._ends > self._begins)
+
+    def is_still_at(self, head: int) -> bool:
+        """Whether nobody has reserved anything since the head was there and all was whole."""
+        numbers = self._numbers
+        return bool(numbers[HEAD] == head and not numbers[HOLES] and not self.is_busy)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anybody is writing now, however slowly."""
+        return bool((self._ends > self._begins).any())
 
     def _is_dead(self, slot: int) -> bool:
         return not is_alive(int(self._pids[slot]), int(self._births[slot]))
@@ -279,10 +320,31 @@ class Ledger:
             self._bury(slot)
         return None
 
-    def clear(self) -> None:
-        """Forget all rows. Only while nobody writes."""
+    @property
+    def edits(self) -> int:
+        """How often frames were changed where they lie."""
+        return int(self._numbers[EDITS])
+
+    @contextlib.contextmanager
+    def hiding(self, rows: np.ndarray) -> Iterator[None]:
+        """A context in which nobody reads `rows`: they are changed. Whoever dies in it leaves them as holes."""
+        rows = np.unique(rows)
+        with self._lock:
+            stamps = self.stamps[rows]
+            count = int((stamps != EMPTY).sum())
+            self._numbers[HOLES] += count
+            self._numbers[EDITS] += 1
+            self.stamps[rows] = EMPTY
+            yield
+            self.stamps[rows] = stamps
+            self._numbers[HOLES] -= count
+
+    def clear(self, keep_count: bool = False) -> None:
+        """Forget all rows, and how many were written unless that is to be kept. Only while nobody writes."""
+        self._numbers[FORMER] = self.written if keep_count else 0
         self.stamps[:] = EMPTY
-        head = -(-self.head // self.capacity) * self.capacity if self.capacity else 0  # row 0 comes next
+        # Row 0 comes next, and the head has moved in any case: that is how others notice.
+        head = (self.head // self.capacity + 1) * self.capacity if self.capacity else 0
         self._numbers[[ORIGIN, HEAD]] = head
         self._numbers[[LOST, HOLES, SAMPLED]] = 0
 
@@ -300,14 +362,21 @@ class Ledger:
     def __getstate__(self) -> dict[str, Any]:
         """A copy for another buffer: without what belongs to this process. What is shared travels as its memory."""
         table = dict.fromkeys(("_pids", "_births", "_begins", "_ends", "_since"))
-        return {**self.__dict__, **table, "_slot": None, "_lock": None if self._is_local else self._lock}
+        return {
+            **self.__dict__,
+            **table,
+            "_slot": None,
+            "writing": None,
+            "_lock": None if self._is_local else self._lock,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a lock for threads, if it was one."""
         self.__dict__.update(state)
         self._open_table()
+        self.writing = threading.RLock()
         if self._is_local:
             self._lock = threading.RLock()
 
 
-_SAVED = {"head": HEAD, "origin": ORIGIN, "lost": LOST, "holes": HOLES, "sampled": SAMPLED}
+_SAVED = {"head": HEAD, "origin": ORIGIN, "lost": LOST, "holes": HOLES, "sampled": SAMPLED, "former": FORMER}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,15 @@ WEIGHT, SAME_WEIGHT = "_weight", "priority_weight"
 
 _REDUCTIONS: dict[str, Callable[..., Any]] = {"max": np.max, "min": np.min, "median": np.median, "mean": np.mean}
 _DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
-_LONG_RANGE = 128
-"""New rows from which on one `fill` for each lane is faster than one `set` for all."""
+_LONG_RANGE, _LARGE_PART = 128, 1 / 32
+"""New rows, and new rows as a part of all, from which on to `fill` several lanes is faster than to `set` them."""
+_CHUNK = 1 << 16
+"""How many rows are looked at in one go: fresh memory for more of them costs more time than the look does."""
+_REFUSED = {
+    "device": "Priorities are kept on the CPU, where their sums are quickest to change.",
+    "max_pending": "New priorities count at once.",
+}
+"""Arguments of other libraries that mean nothing here unless they are None, and why."""
 
 
 class PrioritizedSampler(Sampler):
@@ -29,7 +37,7 @@ class PrioritizedSampler(Sampler):
     drawn with the chance P out of N it is `(N * P) ** -beta`, divided by the largest such weight in the buffer.
 
     Args:
-        max_capacity: how many frames the buffer can hold, at least.
+        max_capacity: how many frames the buffer can hold. Only a hint: if it can hold more, the sampler grows.
         alpha: how much priorities matter; 0: not at all, 1: fully.
         beta: how much of the bias the importance weights take away; 0: nothing, 1: all. May be changed at any time.
         eps: added to all priorities, so that none is zero.
@@ -37,6 +45,7 @@ class PrioritizedSampler(Sampler):
         reduction: how several priorities given for one frame become one: "max", "min", "median" or "mean".
         max_priority_within_buffer: new frames have the highest priority of those now in the buffer, instead of the
             highest ever seen.
+        others: `device`, if it is None or the CPU; what else is not known is named in the error.
     """
 
     def __init__(
@@ -48,8 +57,10 @@ class PrioritizedSampler(Sampler):
         dtype: torch.dtype = torch.float32,
         reduction: str = "max",
         max_priority_within_buffer: bool = False,
+        **others: Any,
     ) -> None:
         """Begin with nothing seen."""
+        _refuse(type(self).__name__, others)
         if reduction not in _REDUCTIONS:
             raise ValueError(f"`reduction` must be one of {', '.join(map(repr, _REDUCTIONS))}, got {reduction!r}.")
         if dtype not in _DTYPES:
@@ -94,10 +105,9 @@ class PrioritizedSampler(Sampler):
     @property
     def default_priority(self) -> float:
         """The priority of new frames: the highest so far, or 1 if none was ever given."""
-        if not self.max_priority_within_buffer:
-            return 1.0 if self._highest is None else self._highest
-        heaviest = self._tree.maximum
-        return heaviest ** (1.0 / self._alpha) - self._eps if heaviest and self._alpha else 1.0
+        if self.max_priority_within_buffer and self._alpha and (heaviest := self._tree.maximum):
+            return float(heaviest ** (1.0 / self._alpha) - self._eps)
+        return 1.0 if self._highest is None else self._highest
 
     def draw(self, contents: Contents, batch_size: int, generator: torch.Generator | None) -> Draw:
         """Choose `batch_size` frames, each in proportion to its weight."""
@@ -111,7 +121,10 @@ class PrioritizedSampler(Sampler):
         return Draw(index, {WEIGHT: told, SAME_WEIGHT: told})
 
     def update_priority(self, contents: Contents, index: np.ndarray, priority: np.ndarray) -> None:
-        """Give the frames `index` `[B]` new priorities `[B]`, `[B, ...]` or one for all; the last of several counts.
+        """Give the frames `index` new priorities: one for each, several for each, or one for all.
+
+        `index` has any shape; priorities have the same, or `[B]` for B frames, or one of these with more dimensions
+        behind. Of a frame that comes more than once the last one counts.
 
         Raises:
             ValueError: a priority is negative, infinite or not a number.
@@ -120,15 +133,9 @@ class PrioritizedSampler(Sampler):
         """
         self._look(contents)
         index, priority = np.asarray(index).reshape(-1), np.asarray(priority, np.float64)
-        if priority.ndim and len(priority) != len(index):
-            raise RuntimeError(
-                f"There must be one priority for each frame, or one for all: got priorities of shape {priority.shape} "
-                f"for {len(index)} frames."
-            )
+        priority = self._by_frame(priority, len(index))
         if not index.size:
             return
-        if priority.ndim > 1:
-            priority = _REDUCTIONS[self.reduction](priority.reshape(len(index), -1), axis=1)
         self._check(index, priority)
         highest = float(priority.max())
         self._highest = highest if self._highest is None else max(highest, self._highest)
@@ -159,11 +166,7 @@ class PrioritizedSampler(Sampler):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
         weights = state["weights"].numpy()
-        if len(weights) > self.max_capacity:
-            raise ValueError(
-                f"The saved priorities are of a buffer of {len(weights)} frames, but `max_capacity` is "
-                f"{self.max_capacity}: make it at least as large."
-            )
+        self._have_room(len(weights))
         self._tree.load(weights)
         self._frames, self._seen = len(weights), range(state["first"], state["end"])
         self._alpha, self._beta, self._eps = state["alpha"], state["beta"], state["eps"]
@@ -182,15 +185,10 @@ class PrioritizedSampler(Sampler):
         """Give weights to the frames that have come, and take them from those that have gone."""
         if contents.end == self._seen.stop and contents.first == self._seen.start:
             return
-        frames = contents.lanes * contents.capacity
-        if frames > self.max_capacity:
-            raise ValueError(
-                f"The buffer has room for {frames} frames, more than the sampler's `max_capacity` of "
-                f"{self.max_capacity}: make that {frames}."
-            )
         if contents.end < self._seen.stop:  # another buffer, or one that was emptied
             self.empty()
-        self._frames = frames
+        self._frames = contents.lanes * contents.capacity
+        self._have_room(self._frames)
         weight = self._new_weight()
         if self._seen:
             # Rows that a writer has taken; those of positions more than a round ago hold newer frames by now.
@@ -198,11 +196,15 @@ class PrioritizedSampler(Sampler):
             self._fill(contents, gone, contents.first, 0.0)
         new = max(self._seen.stop, contents.first)
         self._fill(contents, new, contents.end, weight)
-        if not contents.whole and new < contents.end:
-            rows = contents.index(np.arange(new, contents.end))
+        for chunk in range(contents.end if contents.whole else new, contents.end, _CHUNK):
+            rows = contents.index(np.arange(chunk, min(chunk + _CHUNK, contents.end)))
             missing = rows[~contents.holds(rows)]
             self._tree.set(_in_all_lanes(contents, missing), 0.0)
         self._seen = range(contents.first, contents.end)
+
+    def _have_room(self, frames: int) -> None:
+        if frames > self.max_capacity:
+            self.max_capacity, self._tree = frames, self._tree.grown(frames)
 
     def _new_weight(self) -> float:
         if self.max_priority_within_buffer and (heaviest := self._tree.maximum):
@@ -213,14 +215,28 @@ class PrioritizedSampler(Sampler):
         """Give all frames at the positions from `start` up to `stop` the same weight."""
         if start >= stop:
             return
-        if contents.lanes > 1 and stop - start < _LONG_RANGE:
+        lanes, capacity, count = contents.lanes, contents.capacity, stop - start
+        if lanes > 1 and count < min(_LONG_RANGE, capacity * _LARGE_PART):
             self._tree.set(_in_all_lanes(contents, contents.index(np.arange(start, stop))), weight)
             return
-        row, count = start % contents.capacity, stop - start
-        straight = min(count, contents.capacity - row)  # up to the end of the ring; the rest is at its beginning
-        for lane in range(0, contents.lanes * contents.capacity, contents.capacity):
-            self._tree.fill(lane + row, lane + row + straight, weight)
-            self._tree.fill(lane, lane + count - straight, weight)
+        row = start % capacity
+        straight = min(count, capacity - row)  # up to the end of the ring; the rest is at its beginning
+        self._tree.fill(row, row + straight, weight, capacity, lanes)
+        self._tree.fill(0, count - straight, weight, capacity, lanes)
+
+    def _by_frame(self, priority: np.ndarray, frames: int) -> np.ndarray:
+        """One priority for each of `frames` frames `[B]`, or one for all `[]`."""
+        if priority.size == 1:
+            return priority.reshape(())
+        # The frames are in the leading dimensions: as few as there need be.
+        for dims in range(1, priority.ndim + 1):
+            if math.prod(priority.shape[:dims]) == frames:
+                rows = priority.reshape(frames, math.prod(priority.shape[dims:]))
+                return np.asarray(_REDUCTIONS[self.reduction](rows, axis=1) if rows.shape[1] != 1 else rows[:, 0])
+        raise RuntimeError(
+            f"There must be one priority for each frame, or one for all: got priorities of shape {priority.shape} "
+            f"for {frames} frames."
+        )
 
     def _check(self, index: np.ndarray, priority: np.ndarray) -> None:
         if not 0 <= index.min() <= index.max() < self._frames:
@@ -233,6 +249,14 @@ class PrioritizedSampler(Sampler):
                 f"Priorities must be finite numbers of at least 0, got values from {priority.min()} to "
                 f"{priority.max()}. Are they signed errors? Then give their absolute values, and look for NaN."
             )
+
+
+def _refuse(sampler: str, others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if name not in _REFUSED:
+            raise TypeError(f"{sampler} has no argument `{name}`.")
+        if value is not None and (name, str(value)) != ("device", "cpu"):
+            raise TypeError(f"{sampler} does not support `{name}={value!r}`. {_REFUSED[name]}")
 
 
 def _in_all_lanes(contents: Contents, rows: np.ndarray) -> np.ndarray:

@@ -27,9 +27,9 @@ class RateLimiter:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be held."""
-        if self.samples_per_insert <= 0:
+        if not self.samples_per_insert > 0:  # not a number is refused too
             raise ValueError(f"samples_per_insert must be positive, got {self.samples_per_insert!r}.")
-        if self.tolerance is not None and self.tolerance < 0:
+        if self.tolerance is not None and not self.tolerance >= 0:
             raise ValueError(f"tolerance must not be negative, got {self.tolerance!r}.")
         if self.min_size_to_sample < 1:
             raise ValueError(f"min_size_to_sample must be at least 1, got {self.min_size_to_sample!r}.")

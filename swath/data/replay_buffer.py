@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import threading
 import time
+import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +20,25 @@ from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
 from swath.data import checkpoints
+from swath.data.ahead import DrawnAhead, Sampled
+from swath.data.columns import TensorStorage
 from swath.data.contents import Contents
-from swath.data.feeding import Feeders
-from swath.data.forms import Entries, TensorDictForm, collated, form_of, gathered
+from swath.data.forms import Entries, Form, TensorDictForm, collated, form_of, gathered
+from swath.data.pacing import POLL_S, Pace
 from swath.data.rate_limiter import RateLimiter
 from swath.data.samplers import Draw, NothingToSampleError, RandomSampler, Sampler
-from swath.data.storages import ListStorage, Storage, TensorStorage
+from swath.data.storages import ListStorage, Storage
 from swath.data.writers import RoundRobinWriter, Writer
-from swath.errors import SwathError
 from swath.keys import as_key
 
 DEFAULT_SIZE = 1000
 HOPEFUL_TRIES = 3
 """How often a batch is drawn again because frames were overwritten, before writers are made to wait."""
 PATIENCE_S = 60.0
-LOOK_AGAIN_S = 0.05
-"""How long a wait goes on before the other side's health is looked at again."""
-POLL_S = 1e-3
-"""The same between processes, which have no way to wake each other that survives a kill."""
-
-
-class RateLimitError(SwathError, TimeoutError):
-    """Writing or sampling waited too long for the other side."""
+"""How long `sample` waits for a batch while frames come of which none can be made."""
+STALL_WARNING_S = 15.0
+STALL_S = 600.0
+"""How long it waits for somebody who should fill the buffer and does not."""
 
 
 class ReplayBuffer:
@@ -61,6 +61,7 @@ class ReplayBuffer:
         generator: where random numbers come from; torch's own by default.
         shared: let other processes that are given this buffer write and sample.
         rate_limiter: holds writing and sampling in proportion.
+        compilable: for the founding API; changes nothing, as does `delayed_init`.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ReplayBuffer:
         storage: Storage | Callable[[], Storage] | None = None,
         sampler: Sampler | Callable[[], Sampler] | None = None,
         writer: Writer | Callable[[], Writer] | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
         pin_memory: bool = False,
         prefetch: int | None = None,
         transform: Callable[[Any], Any] | None = None,
@@ -79,13 +80,15 @@ class ReplayBuffer:
         generator: torch.Generator | None = None,
         shared: bool = False,
         rate_limiter: RateLimiter | None = None,
+        compilable: Any = None,
+        delayed_init: Any = None,
     ) -> None:
         """Put the parts together."""
         if transform is not None and transform_factory is not None:
             raise TypeError("Give either transform or transform_factory, not both.")
-        self.storage: Storage = _made("storage", storage, Storage, lambda: ListStorage(DEFAULT_SIZE))
-        self.sampler: Sampler = _made("sampler", sampler, Sampler, RandomSampler)
-        self.writer: Writer = _made("writer", writer, Writer, RoundRobinWriter)
+        self.storage: Storage = made("storage", storage, Storage, lambda: ListStorage(DEFAULT_SIZE))
+        self.sampler: Sampler = made("sampler", sampler, Sampler, RandomSampler)
+        self.writer: Writer = made("writer", writer, Writer, RoundRobinWriter)
         self.batch_size = None if batch_size is None else _count("batch_size", batch_size)
         self.rate_limiter = rate_limiter
         self.dim_extend = self._checked_dim(dim_extend)
@@ -93,21 +96,22 @@ class ReplayBuffer:
         self._pins = pin_memory and torch.cuda.is_available()
         self._generator = generator
         self._prefetch = 0 if not prefetch else _count("prefetch", prefetch)
-        made = transform if transform_factory is None else transform_factory()
-        self._transforms: list[Callable[[Any], Any]] = [] if made is None else [made]
+        self._saved_draws: deque[Draw] = deque()
+        """Draws that the buffer whose state was loaded had made, and not delivered."""
+        first = transform if transform_factory is None else transform_factory()
+        self._transforms: list[Callable[[Any], Any]] = [] if first is None else [first]
         self._begin()
         if shared:
             self.share()
 
     def _begin(self) -> None:
         """What belongs to this process."""
-        self._writing = threading.RLock()
         self._sampling = threading.RLock()
-        self._news = threading.Condition()
-        self._listeners = 0
-        self._feeders = Feeders()
-        self._ahead: deque[Future[Any]] = deque()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pace = Pace(self.storage, self.rate_limiter)
+        self._ahead = DrawnAhead(self._sample_ahead, self._prefetch) if self._prefetch else None
+        self._undelivered: list[Draw] = []
+        """What was drawn ahead and not yet delivered."""
+        _buffers.add(self)
 
     def _checked_dim(self, dim: int | None) -> int:
         last = self.storage.ndim - 1
@@ -117,28 +121,33 @@ class ReplayBuffer:
 
     # -- writing -----------------------------------------------------------------------------------------------
 
-    def add(self, item: Any) -> Any:
+    def add(self, data: Any) -> Any:
         """Write one frame (with `ndim` above 1, one of each lane); returns where it lies."""
+        data = self._inverted(data)
         if isinstance(self.storage, ListStorage):
-            return int(self._write_items([self._inverted(item)])[0])
-        item = self._inverted(item)
-        form = self._form(item)
-        entries = {key: entry.unsqueeze(self.dim_extend) for key, entry in form.take_apart(item).items()}
+            return int(self._write_items([data])[0])
+        form = self._form(data, self.storage.ndim - 1)
+        entries = {key: entry.unsqueeze(self.dim_extend) for key, entry in form.take_apart(data).items()}
         index = self._write_entries(form, entries)
         return int(index[0]) if self.storage.ndim == 1 else index
 
-    def extend(self, data: Any) -> Tensor:
+    def extend(self, data: Any, *, source: Any = None) -> Tensor:
         """Write a batch of frames; returns where they lie.
 
-        The first dimensions, as many as the storage has, are those of frames; what follows belongs to each of them.
+        The first dimensions, as many as the storage has, are those of frames; what follows belongs to each of them. A
+        list is a list of frames. `source` tells who writes, where several do: frames of different sources never
+        continue each other.
         """
+        return self._extend(data, source=source)
+
+    def _extend(self, data: Any, source: Any = None, **options: Any) -> Tensor:
         data = self._inverted(data)
         if isinstance(self.storage, ListStorage):
             items = list(data.unbind(0)) if isinstance(data, TensorDictBase) or is_tensorclass(data) else list(data)
-            return torch.from_numpy(self._write_items(items))
+            return torch.from_numpy(self._write_items(items, source))
         data = gathered(data)
-        form = self._form(data)
-        return self._write_entries(form, form.take_apart(data))
+        form = self._form(data, self.storage.ndim)
+        return self._write_entries(form, form.take_apart(data), source=source, **options)
 
     def _inverted(self, data: Any) -> Any:
         for transform in reversed(self._transforms):
@@ -146,26 +155,26 @@ class ReplayBuffer:
                 data = transform.inv(data)
         return data
 
-    def _form(self, data: Any) -> Any:
+    def _form(self, data: Any, batch_dims: int) -> Form:
         storage = self._tensor_storage()
-        return storage.layout.form if storage.is_ready and storage.layout is not None else form_of(data)
+        return storage.layout.form if storage.is_ready and storage.layout is not None else form_of(data, batch_dims)
 
     def _tensor_storage(self) -> TensorStorage:
         if not isinstance(self.storage, TensorStorage):
             raise TypeError(f"{type(self.storage).__name__} has no columns; use LazyTensorStorage.")
         return self.storage
 
-    def _write_items(self, items: list[Any]) -> np.ndarray:
+    def _write_items(self, items: list[Any], source: Any = None) -> np.ndarray:
         assert isinstance(self.storage, ListStorage)
         if not items:
             return np.empty(0, np.int64)
-        self._await_insert(len(items), None)
-        with self._writing:
-            index = self.storage.write_items(items)
-        self._tell()
+        self._pace.await_insert(len(items), self.batch_size, None)
+        with self.storage.ledger.writing:
+            index = self.storage.write_items(items, source)
+        self._pace.tell()
         return index
 
-    def _write_entries(self, form: Any, entries: Entries) -> Tensor:
+    def _write_entries(self, form: Form, entries: Entries, **options: Any) -> Tensor:
         """Write `entries` whose first dimensions are the storage's."""
         ndim, dim = self.storage.ndim, self.dim_extend
         if not entries:
@@ -178,14 +187,24 @@ class ReplayBuffer:
         if dim != ndim - 1:
             entries = {key: entry.movedim(dim, ndim - 1) for key, entry in entries.items()}
         shape = tuple(next(iter(entries.values())).shape[:ndim])
-        return self.write(entries, shape, form=form)
+        for key, entry in entries.items():
+            if entry.shape[:ndim] != shape:
+                raise ValueError(f"{key!r} is a batch of {tuple(entry.shape[:ndim])} frames, and others of {shape}.")
+        return self.write(entries, shape, form=form, **options)
+
+    @property
+    def takes_columns(self) -> bool:
+        """Whether `write` does all that `extend` would do, so that a collector may hand over its columns."""
+        own = getattr(type(self).extend, "__module__", "").startswith("swath.data") and "extend" not in vars(self)
+        inverts = any(hasattr(transform, "inv") for transform in self._transforms)
+        return own and not inverts and isinstance(self.storage, TensorStorage)
 
     def write(
         self,
         entries: Entries,
         shape: Sequence[int],
         *,
-        form: Any = None,
+        form: Form | None = None,
         seams: np.ndarray | None = None,
         source: Any = None,
         stopping: Callable[[], bool] | None = None,
@@ -203,75 +222,91 @@ class ReplayBuffer:
         storage, (*dims, rows) = self._tensor_storage(), shape
         if not rows:
             return torch.empty(0, dtype=torch.int64)
-        self._await_insert(math.prod(shape), stopping)
-        with self._writing:
+        self._pace.await_insert(math.prod(shape), self.batch_size, stopping)
+        with self.storage.ledger.writing:
             layout = storage.prepare(TensorDictForm() if form is None else form, entries, dims)
             if tuple(dims) != layout.dims:
                 raise ValueError(f"The buffer has lanes of shape {layout.dims}, and was given {tuple(dims)}.")
             storage.check(entries, len(shape))
-            where = torch.from_numpy(storage.write_entries(entries, rows, seams, source))
-        self._tell()
-        return where if not dims else self._told_by_row(where, layout.dims)
-
-    def _told_by_row(self, rows: Tensor, dims: tuple[int, ...]) -> Tensor:
-        """(row, lane...) of each frame, for storages with lanes: `[rows * lanes, ndim]`."""
-        lanes = torch.cartesian_prod(*(torch.arange(n) for n in dims)).view(-1, len(dims))
-        return torch.cat([rows.repeat_interleave(len(lanes))[:, None], lanes.repeat(len(rows), 1)], 1)
+            where = storage.write_entries(entries, rows, seams, source)
+        self._pace.tell()
+        return layout.told_by_row(where)
 
     # -- sampling ----------------------------------------------------------------------------------------------
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: Any = None) -> Any:
         """A batch of `batch_size` frames, and with `return_info` what the sampler tells of it.
 
         While a collector fills the buffer in the background, this waits for the first frames, and raises whatever went
-        wrong there.
+        wrong there. `include_info` is there for the founding API, and changes nothing.
         """
-        if self._feeders:
-            self._feeders.raise_failure()
-        size = self._size(batch_size)
-        if self._prefetch and (batch_size is None or batch_size == self.batch_size):
-            batch, info = self._next_ahead(size)
-        else:
-            batch, info = self._sample(size)
-        return (batch, info) if return_info else batch
+        sampled = self._next(batch_size)
+        return (sampled.batch, sampled.info) if return_info else sampled.batch
 
-    def _size(self, batch_size: int | None) -> int:
+    def _next(self, batch_size: int | None = None) -> Sampled:
+        if self._pace.feeders:
+            self._pace.feeders.raise_failure()
         size = self.batch_size if batch_size is None else _count("batch_size", batch_size)
         if size is None:
             raise RuntimeError("How many frames? Give batch_size to the buffer, or to sample(batch_size).")
-        return size
+        if self._ahead is None or size != self.batch_size:
+            return self._sample(size)
+        self._pace.is_closed = False
+        sampled = self._ahead.take(size)
+        with self._sampling:
+            self._undelivered = [draw for draw in self._undelivered if draw is not sampled.draw]
+        return sampled
 
-    def _sample(self, size: int) -> tuple[Any, dict[str, Any]]:
-        draw, data = self._draw_when_possible(size)
-        if self.rate_limiter is not None:
-            self.storage.ledger.count_samples(len(draw.index))
-            self._tell()
-        info = {"index": self._told_index(draw.index), **{name: _tensor(value) for name, value in draw.info.items()}}
+    def _sample_ahead(self, size: int) -> Sampled:
+        return self._sample(size, ahead=True)
+
+    def _sample(self, size: int, ahead: bool = False) -> Sampled:
+        draw, data, ends_epoch = self._draw_when_possible(size, ahead)
+        self._pace.sampled(len(draw.index))
+        index = self._told_index(draw.index)
+        info = {"index": index, **{name: _tensor(value) for name, value in draw.info.items()}}
         batch = self._finished(data, info)
         for transform in self._transforms:
             batch = transform(batch)
-        return (batch.pin_memory() if self._pins else batch), info
+        return Sampled(batch.pin_memory() if self._pins else batch, info, draw, ends_epoch)
 
-    def _draw_when_possible(self, size: int) -> tuple[Draw, Any]:
-        while True:
-            self._await_sample(size)
-            try:
-                with self._sampling:
-                    return self._drawn(size)
-            except NothingToSampleError:
-                if not self._feeders.are_feeding():
-                    self._feeders.raise_failure()
-                    raise
-            self._wait()
-
-    def _finished(self, batch: Any, info: dict[str, Any]) -> Any:
+    def _finished(self, batch: Any, info: dict[Any, Any]) -> Any:
         """A chance to add to the batch before transforms see it."""
         return batch
 
+    def _draw_when_possible(self, size: int, ahead: bool) -> tuple[Draw, Any, bool]:
+        """Draw and copy, whether that ends an epoch; while somebody fills the buffer, wait until it can be done."""
+        begun, warned, written = time.monotonic(), False, self.write_count
+        ledger, quiet = self.storage.ledger, -1
+        while True:
+            self._pace.await_sample(size)
+            try:
+                with self._sampling:
+                    draw, data = self._drawn(size)
+                    if ahead:
+                        self._undelivered.append(draw)
+                    return draw, data, self.sampler.ran_out
+            except NothingToSampleError as error:
+                now = -1 if ledger.is_busy else ledger.head
+                if now != quiet and now >= 0:  # writers may just have been at all there is: look once more
+                    quiet = now
+                    continue
+                waited = time.monotonic() - begun
+                if now >= 0 and not self._pace.feeders.are_feeding():
+                    self._pace.feeders.raise_failure()
+                    raise
+                if self._pace.is_closed or waited > (PATIENCE_S if self.write_count > written else STALL_S):
+                    raise
+                if waited > STALL_WARNING_S and not warned:
+                    warned = True
+                    warnings.warn(f"sample() has waited {waited:.0f} s for frames: {error}", stacklevel=2)
+            self._pace.wait()
+
     def _drawn(self, size: int) -> tuple[Draw, Any]:
         """Draw and copy; again, if frames were overwritten meanwhile. See NOTE [Writing and reading at once]."""
-        if self.sampler.can_repeat:
-            for _ in range(HOPEFUL_TRIES):
+        tries = HOPEFUL_TRIES if self.sampler.can_repeat else 0
+        with contextlib.suppress(NothingToSampleError):  # all there is may just be changed: look again under the lock
+            for _ in range(tries):
                 draw, data, is_good = self._try(size)
                 if is_good:
                     return draw, data
@@ -287,22 +322,33 @@ class ReplayBuffer:
         )
 
     def _try(self, size: int) -> tuple[Draw, Any, bool]:
-        contents = self._contents_to_draw()
-        draw = self.sampler.draw(contents, size, self._generator)
-        data = self._read(draw)
-        untouched = contents.whole and self.storage.ledger.head == contents.end
-        return draw, data, untouched or bool(contents.holds(draw.index).all())
-
-    def _contents_to_draw(self) -> Contents:
-        storage = self.storage
-        if isinstance(storage, TensorStorage) and not storage.is_ready:
+        if not self.storage.is_ready:
             raise NothingToSampleError("Cannot sample from an empty buffer: nothing has been written to it yet.")
-        return storage.contents()
+        contents = self.storage.contents()
+        draw = self._choose(contents, size)
+        data = self._read(draw)
+        ledger = self.storage.ledger
+        untouched = contents.whole and ledger.head == contents.end
+        is_good = ledger.edits == contents.edits and (untouched or bool(contents.holds(draw.index).all()))
+        return draw, data, is_good
+
+    def _choose(self, contents: Contents, size: int) -> Draw:
+        while self._saved_draws:
+            saved = self._saved_draws.popleft()
+            if contents.holds(saved.index).all():
+                return saved
+        return self.sampler.draw(contents, size, self._generator)
 
     def _read(self, draw: Draw) -> Any:
         if isinstance(self.storage, ListStorage):
             items = self.storage.read_items(draw.index)
-            return self._collate(items) if self._collate is not None else collated(items)
+            if self._collate is not None:
+                return self._collate(items)
+            kept = collated(items)
+            if isinstance(kept, TensorDictBase):
+                for key, override in draw.overrides.items():
+                    kept.set(key, _tensor(override))
+            return kept
         storage = self._tensor_storage()
         assert storage.layout is not None
         entries = storage.read_entries(draw.index)
@@ -316,177 +362,100 @@ class ReplayBuffer:
         return batch if self._collate is None else self._collate(batch)
 
     def _told_index(self, index: np.ndarray) -> Any:
-        """Frames as users know them: row numbers, or (rows, lanes...) with several dimensions."""
         if self.storage.ndim == 1:
             return torch.from_numpy(index)
         layout = self._tensor_storage().layout
         assert layout is not None
-        lanes = np.unravel_index(index // layout.rows, layout.dims)
-        return tuple(torch.from_numpy(part) for part in (index % layout.rows, *lanes))
-
-    def _flat_index(self, index: Any) -> np.ndarray:
-        """The reverse of `_told_index`; also takes `[B, ndim]`."""
-        if self.storage.ndim == 1:
-            return np.asarray(torch.as_tensor(index).cpu().reshape(-1), np.int64)
-        layout = self._tensor_storage().layout
-        assert layout is not None
-        if not isinstance(index, tuple):
-            index = torch.as_tensor(index).cpu().reshape(-1, self.storage.ndim).unbind(1)
-        rows, *lanes = (np.asarray(part) for part in index)
-        return np.asarray(np.ravel_multi_index(tuple(lanes), layout.dims) * layout.rows + rows)
+        return layout.told(index)
 
     def update_priority(self, index: Any, priority: Any) -> None:
-        """Sample the frames `index` by a new `priority`; without effect for samplers that have none."""
-        flat = self._flat_index(index)
-        values = torch.as_tensor(priority).detach().cpu().numpy()
-        if values.ndim == 0:
-            values = np.broadcast_to(values, (len(flat),))
-        with self._sampling:
-            self.sampler.update_priority(self.storage.contents(), flat, values)
+        """Sample the frames `index` by a new `priority`; without effect for samplers that have none.
 
-    def _next_ahead(self, size: int) -> tuple[Any, dict[str, Any]]:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="swath-prefetch")
-        while len(self._ahead) < self._prefetch:
-            self._ahead.append(self._pool.submit(self._sample, size))
-        batch, info = self._ahead.popleft().result()
-        self._ahead.append(self._pool.submit(self._sample, size))
-        return batch, info
+        With several dimensions, `index` is what `extend` or `sample` told, and `priority` has an element for each frame
+        of it, or the shape of the batch that was written.
+        """
+        values = torch.as_tensor(priority).detach().cpu().double()
+        if isinstance(self.storage, ListStorage):
+            flat = np.asarray(torch.as_tensor(index).cpu().reshape(-1), np.int64)
+        else:
+            layout = self._tensor_storage().layout
+            if layout is None:
+                raise IndexError("The buffer is empty: there is no frame that could have a priority.")
+            flat = layout.index_of(index)
+            ndim = self.storage.ndim
+            if ndim > 1 and values.ndim >= ndim and math.prod(values.shape[:ndim]) == len(flat) != len(values):
+                values = values.movedim(self.dim_extend, 0).flatten(0, ndim - 1)  # row by row, as the index is
+        if values.numel() == 1:
+            values = values.reshape(1).expand(len(flat))
+        with self._sampling:
+            self.sampler.update_priority(self.storage.contents(), flat, values.numpy())
 
     def __iter__(self) -> Iterator[Any]:
         """Batches: one epoch of them without replacement, without end otherwise."""
         while True:
             try:
-                yield self.sample()
+                sampled = self._next()
             except NothingToSampleError:
                 if not len(self):
                     raise
                 return
-            if self.sampler.ran_out:
+            yield sampled.batch
+            if sampled.ends_epoch:
                 return
 
     def next(self) -> Any:
         """The next batch."""
         return self.sample()
 
-    # -- waiting -----------------------------------------------------------------------------------------------
-
-    def _tell(self) -> None:
-        """Wake those of this process who wait for something to change."""
-        if self._listeners:
-            with self._news:
-                self._news.notify_all()
-
-    def _wait(self) -> None:
-        """Until something may have changed."""
-        if self.storage.is_shared:
-            time.sleep(POLL_S)
-            return
-        with self._news:
-            self._listeners += 1
-            self._news.wait(LOOK_AGAIN_S)
-            self._listeners -= 1
-
-    def _await_sample(self, size: int) -> None:
-        """Until the rate limiter lets us sample."""
-        limiter, begun = self.rate_limiter, time.monotonic()
-        if limiter is None:
-            return
-        while not limiter.may_sample(size, self.write_count, self.storage.ledger.sampled):
-            self._feeders.raise_failure()
-            if self._feeders and not self._feeders.are_feeding():
-                return  # nobody will write any more: there is nothing to be in proportion to
-            if time.monotonic() - begun > limiter.timeout_s:
-                raise RateLimitError(self._told_ratio("sample()", limiter))
-            self._wait()
-
-    def _await_insert(self, frames: int, stopping: Callable[[], bool] | None) -> None:
-        limiter, begun = self.rate_limiter, time.monotonic()
-        if limiter is None:
-            return
-        batch = self.batch_size or 1
-        while not limiter.may_insert(frames, batch, self.write_count, self.storage.ledger.sampled):
-            if stopping is not None and stopping():
-                return
-            if stopping is None and time.monotonic() - begun > limiter.timeout_s:
-                raise RateLimitError(self._told_ratio("writing", limiter))
-            self._wait()
-
-    def _told_ratio(self, who: str, limiter: RateLimiter) -> str:
-        return (
-            f"{who} has waited {limiter.timeout_s:.0f} s for {limiter}: {self.write_count} frames were written and "
-            f"{self.storage.ledger.sampled} sampled. Does anybody write and sample at the same time? In one thread "
-            "that takes turns, leave the rate limiter out."
-        )
-
     # -- contents ----------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """How many frames can be sampled."""
-        return len(self.storage) if self._is_ready else 0
-
-    @property
-    def _is_ready(self) -> bool:
-        return not isinstance(self.storage, TensorStorage) or self.storage.is_ready
+        return len(self.storage)
 
     @property
     def write_count(self) -> int:
         """How many frames were ever written, since the buffer was last emptied."""
-        return self.storage.ledger.written if self._is_ready else 0
+        return self.storage.write_count
 
     def stats(self) -> dict[str, int]:
         """Frames held, written, sampled (where a rate limiter counts them), and lost with writers that died."""
         ledger = self.storage.ledger
-        return {"frames": len(self), "written": self.write_count, "sampled": ledger.sampled, "lost": ledger.lost}
+        return {
+            "frames": len(self),
+            "written": self.write_count,
+            "sampled": ledger.sampled,
+            "lost": ledger.lost,
+        }
 
     def __getitem__(self, index: Any) -> Any:
         """Copies of frames by where they lie: a number, a slice, numbers, a mask; or an entry of all, by its key."""
-        if isinstance(index, str):
+        if isinstance(index, str) or (isinstance(index, tuple) and all(isinstance(part, str) for part in index)):
             return self[:][index]
-        if isinstance(self.storage, ListStorage):
-            return self._items_at(index)
-        storage = self._tensor_storage()
-        if not storage.is_ready or storage.layout is None:
-            raise IndexError("The buffer is empty.")
-        used, layout = storage.rows_used, storage.layout
-        grid = torch.arange(layout.frames).view(*layout.dims, layout.rows)[..., :used].movedim(-1, self.dim_extend)
-        chosen = grid[index]
-        flat = chosen.reshape(-1).numpy()
-        with storage.ledger.lock:
-            held = storage.contents().holds(flat)
-            if not held.all() and chosen.ndim == 1:  # what a writer left unfinished, or is just writing
-                chosen, flat = chosen[torch.from_numpy(held)], flat[held]
-            entries = storage.read_entries(flat)
-        shaped = {key: entry.view(*chosen.shape, *entry.shape[1:]) for key, entry in entries.items()}
-        return layout.form.put_together(shaped, chosen.shape)
-
-    def _items_at(self, index: Any) -> Any:
-        assert isinstance(self.storage, ListStorage)
-        chosen = torch.arange(self.storage.rows_used)[index]
-        items = self.storage.read_items(np.atleast_1d(chosen.numpy()))
-        if chosen.ndim == 0:
-            return items[0]
-        return self._collate(items) if self._collate is not None else collated(items)
+        if isinstance(self.storage, ListStorage) and self._collate is not None:
+            data = self.storage.get(index, collate=self._collate)
+        else:
+            data = self.storage.get(index, self.dim_extend)
+        for transform in self._transforms:
+            data = transform(data)
+        return data
 
     def __setitem__(self, index: Any, data: Any) -> None:
         """Change frames where they lie. Nobody samples them meanwhile."""
-        storage = self._tensor_storage()
-        if not storage.is_ready or storage.layout is None:
-            raise IndexError("The buffer is empty.")
-        layout = storage.layout
-        grid = torch.arange(layout.frames).view(*layout.dims, layout.rows)[..., : storage.rows_used]
-        chosen = grid.movedim(-1, self.dim_extend)[index]
-        entries = layout.form.take_apart(data)
-        storage.check(entries, chosen.ndim)
-        with self._writing:
-            storage.overwrite(chosen.reshape(-1).numpy(), entries)
+        with self.storage.ledger.writing:
+            self.storage.set(index, self._inverted(data), self.dim_extend)
 
-    def empty(self) -> None:
-        """Forget everything that was written."""
-        with self._writing, self._sampling:
-            if self._is_ready:
-                self.storage.empty()
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Forget everything that was written, and, unless told otherwise, how much it was."""
+        with self.storage.ledger.writing, self._sampling:
+            self.storage.empty(keep_count=not empty_write_count)
             self.sampler.empty()
+            self._forget_draws()
+
+    def _forget_draws(self) -> None:
+        self._saved_draws.clear()
+        self._undelivered.clear()
+        if self._ahead is not None:
             self._ahead.clear()
 
     # -- sharing and saving ------------------------------------------------------------------------------------
@@ -494,8 +463,9 @@ class ReplayBuffer:
     def share(self, shared: bool = True) -> ReplayBuffer:
         """Let other processes that are given this buffer write and sample."""
         if shared:
-            with self._writing, self._sampling:
+            with self.storage.ledger.writing, self._sampling:
                 self.storage.share()
+                self.storage.forget_contents()
         return self
 
     @property
@@ -505,16 +475,22 @@ class ReplayBuffer:
 
     def attach(self, feeder: Any) -> None:
         """Know of somebody who fills the buffer in the background: `sample` waits for it, and raises its errors."""
-        self._feeders.add(feeder)
+        self._pace.feeders.add(feeder)
 
-    def append_transform(self, transform: Callable[[Any], Any]) -> ReplayBuffer:
-        """Call `transform` with every batch, after those that are there."""
-        self._transforms.append(transform)
+    def detach(self, feeder: Any) -> None:
+        """Forget somebody who filled the buffer."""
+        self._pace.feeders.remove(feeder)
+
+    def append_transform(self, transform: Callable[[Any], Any], *, invert: bool = False) -> ReplayBuffer:
+        """Call `transform` with every batch, after those that are there; or with what is written, to `invert` it."""
+        self._transforms.append(Inverted(transform) if invert else transform)
         return self
 
-    def insert_transform(self, index: int, transform: Callable[[Any], Any]) -> ReplayBuffer:
+    def insert_transform(self, index: int, transform: Callable[[Any], Any], *, invert: bool = False) -> ReplayBuffer:
         """Call `transform` with every batch, as the one at `index`."""
-        self._transforms.insert(index, transform)
+        if not -len(self._transforms) <= index <= len(self._transforms):
+            raise ValueError(f"There are {len(self._transforms)} transforms; {index} is no place among them.")
+        self._transforms.insert(index, Inverted(transform) if invert else transform)
         return self
 
     @property
@@ -525,7 +501,8 @@ class ReplayBuffer:
     def set_sampler(self, sampler: Sampler) -> None:
         """Draw with another sampler from now on."""
         with self._sampling:
-            self.sampler = _made("sampler", sampler, Sampler, RandomSampler)
+            self.sampler = made("sampler", sampler, Sampler, RandomSampler)
+            self._forget_draws()
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Draw from another generator from now on."""
@@ -533,14 +510,24 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Frames, cursor, sampler and random state, as plain tensors, numbers and dicts. Nobody writes meanwhile."""
-        with self._writing, self._sampling, self.storage.ledger.at_rest():
+        with self._at_rest():
             return self._state(copy=True)
+
+    @contextlib.contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """A context in which nobody writes or draws."""
+        with self.storage.ledger.writing, self._sampling:
+            len(self)  # what another process has laid out is known here from now on
+            with self.storage.ledger.at_rest():
+                yield
 
     def _state(self, copy: bool) -> dict[str, Any]:
         return {
             "storage": checkpoints.storage_state(self.storage, copy),
+            "sampler_kind": type(self.sampler).__name__,
             "sampler": self.sampler.state_dict(),
             "random": torch.get_rng_state() if self._generator is None else self._generator.get_state(),
+            "ahead": [checkpoints.draw_state(draw) for draw in (*self._undelivered, *self._saved_draws)],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -548,16 +535,26 @@ class ReplayBuffer:
 
         The buffer then has a random generator of its own, in the state of the one that was saved.
         """
-        with self._writing, self._sampling, self.storage.ledger.at_rest():
+        kind = state_dict.get("sampler_kind", type(self.sampler).__name__)
+        if kind != type(self.sampler).__name__:
+            raise ValueError(
+                f"The saved buffer has a {kind} as its sampler, and this one a {type(self.sampler).__name__}."
+            )
+        with self._at_rest():
             checkpoints.load_storage_state(self.storage, state_dict["storage"])
+            self.storage.forget_contents()
             self.sampler.load_state_dict(state_dict["sampler"])
             self._generator = torch.Generator()
             self._generator.set_state(state_dict["random"])
-            self._ahead.clear()
+            self._forget_draws()
+            self._saved_draws.extend(checkpoints.restored_draw(draw) for draw in state_dict.get("ahead", ()))
 
     def dumps(self, path: str | Path) -> None:
-        """Save to the directory `path`. What was saved there before is replaced once the new is complete."""
-        with self._writing, self._sampling, self.storage.ledger.at_rest():
+        """Save to the directory `path`, beside whatever else is there.
+
+        What was saved there before is replaced once the new is complete.
+        """
+        with self._at_rest():
             checkpoints.dump(self._state(copy=False), Path(path))
 
     def loads(self, path: str | Path) -> None:
@@ -591,21 +588,22 @@ class ReplayBuffer:
         def read(index: np.ndarray) -> TensorDictBase:
             return TensorDictForm().put_together(storage.read_entries(index), [len(index)])
 
-        with self._writing, storage.ledger.at_rest():
-            contents = self._contents_to_draw()
+        with self._at_rest():
+            if not storage.is_ready:
+                raise NothingToSampleError("The buffer is empty: there is nothing to write to a dataset.")
+            contents = storage.contents()
             episodes = episodes_in(contents, read, keep_headless=keep_headless, keep_unfinished=keep_unfinished)
             return write_minari(episodes, dataset_id, env, **options)
 
     def shutdown(self) -> None:
         """Stop drawing ahead."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-        self._ahead.clear()
-        self._pool = None
+        self._pace.is_closed = True
+        if self._ahead is not None:
+            self._ahead.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: threads, batches drawn ahead, who fills it."""
-        own = ("_writing", "_sampling", "_news", "_listeners", "_feeders", "_ahead", "_pool")
+        own = ("_sampling", "_pace", "_ahead", "_undelivered")
         state = {name: value for name, value in self.__dict__.items() if name not in own}
         if self._generator is not None:
             state["_generator"] = (str(self._generator.device), self._generator.get_state())
@@ -628,14 +626,43 @@ class ReplayBuffer:
         )
 
 
-def _made(name: str, given: Any, kind: type[Any], default: Callable[[], Any]) -> Any:
+class Inverted:
+    """A transform the other way round: what it does to batches is done to what is written, and the reverse."""
+
+    def __init__(self, transform: Any) -> None:
+        """Turn `transform` round."""
+        self.transform = transform
+
+    def __call__(self, batch: Any) -> Any:
+        """What the transform does to what is written, if anything."""
+        return self.transform.inv(batch) if hasattr(self.transform, "inv") else batch
+
+    def inv(self, data: Any) -> Any:
+        """What the transform does to batches."""
+        return self.transform(data)
+
+
+_buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
+
+
+def _begin_in_child() -> None:
+    """After a fork: threads, and what they held, did not come along."""
+    for buffer in list(_buffers):
+        buffer._begin()
+        buffer.storage.ledger.renew_lock()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
+
+
+def made(name: str, given: Any, kind: type[Any], default: Callable[[], Any]) -> Any:
     """What was given, or made by what was given."""
     if given is None:
         return default()
-    made = given() if callable(given) and not isinstance(given, kind) else given
-    if not isinstance(made, kind):
+    result = given() if callable(given) and not isinstance(given, kind) else given
+    if not isinstance(result, kind):
         raise TypeError(f"{name} must be a {kind.__name__} or a function that makes one, got {given!r}.")
-    return made
+    return result
 
 
 def _count(name: str, value: Any) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,7 +45,7 @@ class Signs:
     Attributes:
         traj_key: entry with the id of the trajectory of each frame. If None, a usual one if there is any.
         end_keys: entries that are true for the last frame of a trajectory; one of them must exist. If None, the usual
-            one if it exists.
+            one if it exists; but it is left alone if there is the entry `traj_key`.
         ends: the same as an array by frame, instead of any entry.
         trajectories: ids as an array by frame, instead of any entry.
     """
@@ -55,25 +55,29 @@ class Signs:
     ends: np.ndarray | None = None
     trajectories: np.ndarray | None = None
 
-    def read(self, contents: Contents) -> tuple[np.ndarray | None, list[np.ndarray]]:
-        """The ids and the flags of all frames, `[lanes * capacity, ...]` each."""
+    def read(self, contents: Contents, index: np.ndarray) -> tuple[np.ndarray | None, list[np.ndarray]]:
+        """The ids and the flags of the frames `index` `[lanes, rows]`: `[lanes, rows, ...]` each."""
         if self.ends is not None:
-            return None, [_long_enough("ends", self.ends, contents)]
+            return None, [_long_enough("ends", self.ends, contents)[index]]
         if self.trajectories is not None:
-            return _long_enough("trajectories", self.trajectories, contents), []
-        ids = _columns(contents, _TRAJECTORY_KEYS if self.traj_key is None else (self.traj_key,))[:1]
-        flags = _columns(contents, (_END_KEY,) if self.end_keys is None else self.end_keys)
-        if self.traj_key is not None and not ids:
-            raise KeyError(_missing(contents, "traj_key", (self.traj_key,)))
-        if self.end_keys is not None and not flags:
-            raise KeyError(_missing(contents, "end_key", self.end_keys))
-        if not ids and not flags:
-            raise KeyError(_missing(contents, "traj_key` or `end_key", (*_TRAJECTORY_KEYS, _END_KEY)))
-        return ids[0] if ids else None, flags
+            return _long_enough("trajectories", self.trajectories, contents)[index], []
+        traj_keys = _TRAJECTORY_KEYS if self.traj_key is None else (self.traj_key,)
+        ids = next(_entries(contents, traj_keys, index), None)
+        if self.end_keys is not None:
+            flags = list(_entries(contents, self.end_keys, index))
+            if not flags:
+                raise KeyError(_missing(contents, "end_key", self.end_keys))
+        elif ids is not None and self.traj_key is not None:
+            flags = []  # whoever names the ids alone means that nothing else counts
+        else:
+            flags = list(_entries(contents, (_END_KEY,), index))
+        if ids is None and not flags:
+            raise KeyError(_missing(contents, "traj_key` or `end_key", (*traj_keys, _END_KEY)))
+        return ids, flags
 
 
 class RunFinder:
-    """Finds the runs of a buffer, and keeps what it knows: only frames that are new are looked at.
+    """Finds the runs of a buffer, and keeps what it knows: only frames that are new, or were changed, are looked at.
 
     A run ends where the next frame is not there or does not continue it, and where the signs say so. The oldest frame
     begins one, and so the newest is never followed by the oldest. The end of the memory is no end: the ring goes on.
@@ -82,6 +86,7 @@ class RunFinder:
     def __init__(self, signs: Signs) -> None:
         """Begin with nothing seen."""
         self._signs = signs
+        self._edits = 0
         self.empty()
 
     def empty(self) -> None:
@@ -101,6 +106,9 @@ class RunFinder:
         """All runs; the same object as long as nothing changes."""
         if not contents.rows:
             raise NothingToSampleError("The buffer is empty: there is nothing to sample.")
+        if contents.edits != self._edits:  # frames were changed where they lie, and nobody knows which
+            self.empty()
+            self._edits = contents.edits
         if self._runs is None or contents.first != self._seen.start or contents.end != self._seen.stop:
             self._runs = self._look(contents)
         return self._runs
@@ -118,27 +126,24 @@ class RunFinder:
         self._shape, self._oldest = shape, max(self._oldest, contents.first)
         start, parts = max(self._seen.stop, self._oldest), [self._stretches]
         if start < contents.end:
-            ids, flags = self._signs.read(contents)
             for chunk in range(start, contents.end, _CHUNK):
-                parts.append(self._mark(contents, ids, flags, chunk, min(chunk + _CHUNK, contents.end)))
+                parts.append(self._mark(contents, chunk, min(chunk + _CHUNK, contents.end)))
         self._seen = range(contents.first, contents.end)
         lane, begin, useful = (np.concatenate(each) for each in zip(*parts, strict=True))
         return self._listed(contents, lane, begin, useful)
 
-    def _mark(
-        self, contents: Contents, ids: np.ndarray | None, flags: list[np.ndarray], start: int, stop: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _mark(self, contents: Contents, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Find where stretches begin, from `start` up to `stop`; to know, the frame before is looked at too."""
         positions = np.arange(start - 1, stop)
         index = contents.index(positions, np.arange(contents.lanes)[:, None])  # [lanes, 1 + rows]
-        here, before = index[:, 1:], index[:, :-1]
         there = contents.holds(index[0]) & (positions >= self._oldest)
         usable = np.repeat(there[None], contents.lanes, axis=0)
-        joined = ~contents.seams[here]
+        joined = ~contents.seams[index[:, 1:]]
+        ids, flags = self._signs.read(contents, index)
         for flag in flags:
-            joined &= ~_flat(flag[before]).any(-1)
+            joined &= ~_flat(flag[:, :-1]).any(-1)
         if ids is not None:
-            known = _flat(ids[index])
+            known = _flat(ids)
             usable &= (known != PADDING_ID).all(-1)
             joined &= (known[:, 1:] == known[:, :-1]).all(-1)
         useful = usable[:, 1:]
@@ -167,15 +172,14 @@ def _flat(values: np.ndarray) -> np.ndarray:
     return values.reshape(*values.shape[:2], -1)
 
 
-def _columns(contents: Contents, keys: Sequence[Key]) -> list[np.ndarray]:
-    """Those of the entries `keys` that exist."""
-    found = []
+def _entries(contents: Contents, keys: Sequence[Key], index: np.ndarray) -> Iterator[np.ndarray]:
+    """Those of the entries `keys` that exist, for the frames `index`."""
     for key in keys:
         try:
-            found.append(contents.column(key))
+            entry = contents.entry(key, index)
         except KeyError:
             continue
-    return found
+        yield entry
 
 
 def _long_enough(name: str, given: np.ndarray, contents: Contents) -> np.ndarray:

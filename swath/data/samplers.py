@@ -29,7 +29,7 @@ class Draw:
     """
 
     index: np.ndarray
-    info: dict[str, Any] = field(default_factory=dict)
+    info: dict[Any, Any] = field(default_factory=dict)
     overrides: dict[Any, np.ndarray] = field(default_factory=dict)
     shape: tuple[int, ...] | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -13,12 +13,13 @@ from swath.data.runs import RunFinder, Runs, Signs
 from swath.data.samplers import Draw, NothingToSampleError, Sampler
 from swath.keys import DONE, IS_INIT, MASK, NEXT, TERMINATED, TRUNCATED, Key, as_key, as_path
 
+Span: TypeAlias = bool | int | Sequence[bool | int]
+
+_IGNORED = ("compile", "use_gpu")
+"""Arguments of other libraries that promise speed. Boundaries are kept up to date here as frames come."""
 _REFUSED: dict[str, tuple[Any, str]] = {
-    "replacement": (True, "Use `SliceSamplerWithoutReplacement` for slices without replacement."),
     "fragmented": (False, "Write each env to a lane of its own, or whole trajectories, so that frames lie in order."),
     "step_key": ("step_count", "It belongs to `fragmented`, which is not supported."),
-    "compile": (False, "Boundaries are kept up to date as frames come: there is nothing to compile."),
-    "use_gpu": (False, "Boundaries are kept up to date as frames come: there is nothing to speed up."),
 }
 """Arguments of other libraries that mean nothing here: the value that is no matter, and what to do instead."""
 
@@ -29,14 +30,19 @@ class SliceSampler(Sampler):
     Each slice is of one run: a stretch of frames of one trajectory without a gap. All runs have the same chance, and
     then all places within the run. No slice contains the end of a trajectory except as its last frame, none goes past
     the newest frame, and none contains a frame that is being overwritten. Trajectories are told apart by their ids and
-    by the flag of their last frame, by both where both exist. Boundaries are found once, when frames come.
+    by the flag of their last frame, by both where both exist, unless the arguments name one of them. What two writers
+    wrote is never of one run. Boundaries are found once, when frames come or are changed.
+
+    All entries that are replaced in the batch come with the draw's info as well, and what is terminated.
 
     Args:
         num_slices: how many slices make a batch; they are `batch_size // num_slices` long.
         slice_len: how long slices are; `batch_size // slice_len` make a batch. Give this or `num_slices`.
-        end_key: entry that is true for the last frame of a trajectory. `("next", "done")` if None.
-        traj_key: entry with the trajectory's id; frames with the id -1 are padding and are never drawn. If None,
-            `("collector", "traj_ids")` or else `"episode"`, if there is one.
+        end_key: entry that is true for the last frame of a trajectory. It must exist. If None, `("next", "done")` if
+            there is one, and if `traj_key` does not do without it.
+        traj_key: entry with the trajectory's id; frames with the id -1 are padding and are never drawn. Without
+            `end_key` the ids alone count, and flags only if there is no such entry. If None, `("collector",
+            "traj_ids")` or else `"episode"`, if there is one, and flags count too.
         ends: instead of both, whether each frame is the last of its trajectory `[frames]`. Needs `cache_values=True`.
         trajectories: instead of both, the id of each frame's trajectory `[frames]`. Needs `cache_values=True`.
         cache_values: makes no difference otherwise: boundaries are always kept.
@@ -45,19 +51,25 @@ class SliceSampler(Sampler):
         init_key: entry that is made true for the first frame of each slice, if the buffer has it. None: it stays.
         strict_length: draw from runs only that are as long as a slice. Otherwise shorter ones are drawn as they are,
             and the batch is shorter too.
-        pad_output: fill up slices that are too short with their last frame; the batch has then the shape
-            `[slices, length]`, and `("collector", "mask")` is false where it was filled up. Needs
-            `strict_length=False`.
+        pad_output: fill up slices that are too short with their last frame. The batch is flat all the same, `[slices *
+            length]`, and can be reshaped to `[slices, length]`; `("collector", "mask")` is false where it was filled
+            up. Needs `strict_length=False`.
         span: let slices stick out of their run, and be shorter by that: at both sides, or a pair for left and right.
             A number is by how many frames at most; True: all but one.
         end_keys: several entries like `end_key`; any of them ends a trajectory. Those that do not exist are left out.
-        unsupported: not known; named in the error.
+        replacement: whether a run may come again before all have come. `SliceSampler(replacement=False, ...)` makes a
+            `SliceSamplerWithoutReplacement`.
+        others: `compile` and `use_gpu` make no difference; what else is not known is named in the error.
 
     Raises:
         TypeError: neither or both of `num_slices` and `slice_len` are given, or something that is not supported.
         ValueError: `pad_output` with `strict_length`, or a number that makes no sense.
         RuntimeError: arguments that exclude each other.
     """
+
+    def __new__(cls, *, replacement: bool = True, **options: Any) -> SliceSampler:
+        """Make the kind that was asked for."""
+        return super().__new__(SliceSamplerWithoutReplacement if cls is SliceSampler and not replacement else cls)
 
     def __init__(
         self,
@@ -73,12 +85,18 @@ class SliceSampler(Sampler):
         init_key: Any = IS_INIT,
         strict_length: bool = True,
         pad_output: bool = False,
-        span: bool | int | tuple[bool | int, bool | int] = False,
+        span: Span = False,
         end_keys: Sequence[Any] | None = None,
-        **unsupported: Any,
+        replacement: bool = True,
+        **others: Any,
     ) -> None:
         """Check the arguments; nothing is looked at yet."""
-        _refuse(type(self).__name__, unsupported)
+        _refuse(type(self).__name__, others)
+        if not replacement:
+            raise TypeError(
+                f"{type(self).__name__} does not support `replacement=False`. Derive it from "
+                "`SliceSamplerWithoutReplacement`."
+            )
         if (num_slices is None) == (slice_len is None):
             raise TypeError(
                 f"Give either `num_slices` or `slice_len`, and not both: got num_slices={num_slices} and "
@@ -94,10 +112,36 @@ class SliceSampler(Sampler):
         self.num_slices, self.slice_len = num_slices, slice_len
         self.truncated_key = None if truncated_key is None else as_key(truncated_key)
         self.init_key = None if init_key is None else as_key(init_key)
-        self.strict_length, self.pad_output = strict_length, pad_output
-        self._span = _both_sides(span)
-        self._finder = RunFinder(_signs(end_key, end_keys, traj_key, ends, trajectories, cache_values))
+        self.strict_length, self.pad_output, self.cache_values = strict_length, pad_output, cache_values
+        self.span = _both_sides(span)
+        """By how many frames slices may stick out on the left and on the right, at most; True: all but one."""
+        self.traj_key = None if traj_key is None else as_key(traj_key)
+        self.end_key = None if end_key is None else as_key(end_key)
+        self.end_keys = None if end_keys is None else tuple(map(as_key, end_keys))
+        self._finder = RunFinder(self._signs(ends, trajectories))
         self._long: tuple[Runs, int, Runs] | None = None
+
+    def _signs(self, ends: Any, trajectories: Any) -> Signs:
+        """What tells trajectories apart; raises if it says so in two ways."""
+        if self.end_key is not None and self.end_keys is not None:
+            raise RuntimeError("`end_key` and `end_keys` exclude each other: give all keys as `end_keys`.")
+        if ends is not None and trajectories is not None:
+            raise RuntimeError("`ends` and `trajectories` exclude each other.")
+        for name, given in (("ends", ends), ("trajectories", trajectories)):
+            if given is None:
+                continue
+            if not self.cache_values:
+                raise RuntimeError(f"`{name}` holds for data that do not change: it needs `cache_values=True`.")
+            if any(key is not None for key in (self.end_key, self.end_keys, self.traj_key)):
+                raise RuntimeError(
+                    f"`{name}` and keys of entries (`end_key`, `end_keys`, `traj_key`) exclude each other."
+                )
+        return Signs(
+            self.traj_key,
+            self.end_keys if self.end_key is None else (self.end_key,),
+            None if ends is None else np.asarray(ends, bool).reshape(-1),
+            None if trajectories is None else np.asarray(trajectories).reshape(-1),
+        )
 
     def draw(self, contents: Contents, batch_size: int, generator: torch.Generator | None) -> Draw:
         """Choose slices that are `batch_size` frames together, or fewer if short ones are among them."""
@@ -153,7 +197,7 @@ class SliceSampler(Sampler):
     def _place(self, runs: Runs, length: int, generator: torch.Generator | None) -> Runs:
         """Choose a slice of each run, all places with the same chance."""
         lengths = np.minimum(runs.length, length)
-        left, right = (np.minimum(lengths - 1, side) for side in self._span)
+        left, right = (lengths - 1 if side is True else np.minimum(lengths - 1, side) for side in self.span)
         places = runs.length - lengths + 1 + left + right
         chance = torch.rand(len(runs), dtype=torch.float64, generator=generator).numpy()
         # The product may be rounded up to what it must stay below.
@@ -186,15 +230,15 @@ class SliceSampler(Sampler):
     ) -> Draw:
         """Frames, and flags that tell where slices begin and end: bool `[B, ...]`, shaped like the entry."""
         overrides: dict[Key, np.ndarray] = {}
+        terminated: dict[Key, np.ndarray] = {}
         if self.truncated_key is not None:
-            overrides = _truncation(contents, self.truncated_key, index, begins + lengths - 1)
-        if self.init_key is not None and (stored := _column(contents, self.init_key)) is not None:
-            overrides[self.init_key] = _flags(index, begins, stored)
-        if not self.pad_output:
-            return Draw(index, overrides=overrides)
-        shape = (len(begins), len(index) // len(begins))
-        overrides[MASK] = np.ones(len(index), bool) if mask is None else mask.reshape(-1)
-        return Draw(index, overrides=overrides, shape=shape)
+            overrides, terminated = _truncation(contents, self.truncated_key, index, begins + lengths - 1)
+        if self.init_key is not None and (stored := _stored(contents, self.init_key, index)) is not None:
+            overrides[self.init_key] = _flags(stored, begins)
+        if self.pad_output:
+            overrides[MASK] = np.ones(len(index), bool) if mask is None else mask.reshape(-1)
+        info: dict[Any, np.ndarray] = {**terminated, **overrides}
+        return Draw(index, info, overrides)
 
 
 class SliceSamplerWithoutReplacement(SliceSampler):
@@ -206,16 +250,21 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     Args:
         drop_last: leave out the last batch of an epoch if it is not full.
         shuffle: take runs in random order; otherwise from the oldest to the newest. Places within are always random.
+        replacement: False, if it is given at all.
         options: as of `SliceSampler`.
     """
 
     can_repeat = False
 
-    def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **options: Any) -> None:
+    def __init__(
+        self, *, drop_last: bool = False, shuffle: bool = True, replacement: bool = False, **options: Any
+    ) -> None:
         """Begin before the first epoch."""
+        if replacement:
+            raise TypeError(f"{type(self).__name__} does not support `replacement=True`. Use `SliceSampler`.")
         super().__init__(**options)
         self.drop_last, self.shuffle = drop_last, shuffle
-        self._ran_out = False
+        self._edits: int | None
         self._start_over()
 
     @property
@@ -238,6 +287,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         self._left = Runs(*state["left"].numpy().copy())
         first, end, length = state["epoch"]
         self._epoch, self._ran_out = (first, end, length), bool(state["ran_out"])
+        self._edits = None
 
     def _start_over(self) -> None:
         nothing = np.empty(0, np.int64)
@@ -245,6 +295,8 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         """The runs that are still to come."""
         self._epoch = (0, 0, 0)
         """What the epoch is of: the oldest and the newest position, and the length of slices."""
+        self._edits = None
+        """How often frames had been changed then; None: as often as at the next draw. That differs between buffers."""
         self._ran_out = False
 
     def _choose(
@@ -252,8 +304,9 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     ) -> Runs:
         """The next runs of the epoch."""
         epoch = (contents.first, contents.end, length)
-        if epoch != self._epoch or not len(self._left):
+        if epoch != self._epoch or self._edits not in (None, contents.edits) or not len(self._left):
             self._left, self._epoch = self._ordered(runs, generator), epoch
+        self._edits = contents.edits
         if self.drop_last and len(self._left) < count:
             raise NothingToSampleError(
                 f"The buffer holds {len(self._left)} trajectories of sufficient length, fewer than the {count} slices "
@@ -271,8 +324,10 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         return runs[np.lexsort((runs.lane, runs.begin))]
 
 
-def _refuse(sampler: str, unsupported: dict[str, Any]) -> None:
-    for name, value in unsupported.items():
+def _refuse(sampler: str, others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if name in _IGNORED:
+            continue
         if name not in _REFUSED:
             raise TypeError(f"{sampler} has no argument `{name}`.")
         no_matter, instead = _REFUSED[name]
@@ -280,35 +335,15 @@ def _refuse(sampler: str, unsupported: dict[str, Any]) -> None:
             raise TypeError(f"{sampler} does not support `{name}={value!r}`. {instead}")
 
 
-def _signs(end_key: Any, end_keys: Any, traj_key: Any, ends: Any, trajectories: Any, cache_values: bool) -> Signs:
-    """What tells trajectories apart; raises if it says so in two ways."""
-    if end_key is not None and end_keys is not None:
-        raise RuntimeError("`end_key` and `end_keys` exclude each other: give all keys as `end_keys`.")
-    if ends is not None and trajectories is not None:
-        raise RuntimeError("`ends` and `trajectories` exclude each other.")
-    for name, given in (("ends", ends), ("trajectories", trajectories)):
-        if given is None:
-            continue
-        if not cache_values:
-            raise RuntimeError(f"`{name}` holds for data that do not change: it needs `cache_values=True`.")
-        if any(key is not None for key in (end_key, end_keys, traj_key)):
-            raise RuntimeError(f"`{name}` and keys of entries (`end_key`, `end_keys`, `traj_key`) exclude each other.")
-    keys = [end_key] if end_key is not None else end_keys
-    return Signs(
-        None if traj_key is None else as_key(traj_key),
-        None if keys is None else tuple(map(as_key, keys)),
-        None if ends is None else np.asarray(ends, bool).reshape(-1),
-        None if trajectories is None else np.asarray(trajectories).reshape(-1),
-    )
-
-
-def _both_sides(span: bool | int | tuple[bool | int, bool | int]) -> tuple[int, int]:
-    """By how many frames slices may stick out on the left and on the right, at most."""
-    left, right = span if isinstance(span, tuple) else (span, span)
+def _both_sides(span: Span) -> tuple[bool | int, bool | int]:
+    """The span on the left and on the right."""
+    sides = tuple(span) if isinstance(span, Sequence) else (span, span)
+    if len(sides) != 2:
+        raise ValueError(f"`span` must be a number, a bool, or one for the left and one for the right, got {span}.")
+    left, right = sides
     if left < 0 or right < 0:
         raise ValueError(f"`span` must not be negative, got {span}.")
-    everything = np.iinfo(np.int64).max
-    return everything if left is True else int(left), everything if right is True else int(right)
+    return left, right
 
 
 def _beside(key: Key, name: str) -> Key:
@@ -316,28 +351,31 @@ def _beside(key: Key, name: str) -> Key:
     return as_key((*as_path(key)[:-1], name))
 
 
-def _column(contents: Contents, key: Key) -> np.ndarray | None:
+def _stored(contents: Contents, key: Key, index: np.ndarray) -> np.ndarray | None:
+    """What the buffer has for the frames `index`, if there is such an entry."""
     try:
-        return contents.column(key)
+        return contents.entry(key, index)
     except KeyError:
         return None
 
 
-def _truncation(contents: Contents, key: Key, index: np.ndarray, lasts: np.ndarray) -> dict[Key, np.ndarray]:
-    """The flags of a batch that is cut off after the frames `lasts`."""
+def _truncation(
+    contents: Contents, key: Key, index: np.ndarray, lasts: np.ndarray
+) -> tuple[dict[Key, np.ndarray], dict[Key, np.ndarray]]:
+    """The flags of a batch that is cut off after the frames `lasts`, and which frames are terminated."""
     done_key, terminated_key = _beside(key, DONE), _beside(key, TERMINATED)
-    truncated, done = _column(contents, key), _column(contents, done_key)
+    truncated = _stored(contents, key, index[:1])  # all but its shape is replaced
+    done, terminated = (_stored(contents, each, index) for each in (done_key, terminated_key))
     shape = next((known.shape[1:] for known in (truncated, done) if known is not None), (1,))
-    flags = {key: _flags(index, lasts, shape=shape), done_key: _flags(index, lasts, done, shape)}
-    if _column(contents, terminated_key) is None:
-        flags[terminated_key] = np.zeros((len(index), *shape), bool)
-    return flags
+    none = np.zeros((len(index), *shape), bool)
+    flags = {key: _flags(none, lasts), done_key: _flags(none if done is None else done, lasts)}
+    if terminated is None:
+        flags[terminated_key] = none
+    return flags, {terminated_key: none if terminated is None else terminated}
 
 
-def _flags(
-    index: np.ndarray, where: np.ndarray, stored: np.ndarray | None = None, shape: tuple[int, ...] = ()
-) -> np.ndarray:
-    """What is stored for the frames `index`, or else false, but true at `where`."""
-    flags = np.zeros((len(index), *shape), bool) if stored is None else np.array(stored[index], bool)
+def _flags(stored: np.ndarray, where: np.ndarray) -> np.ndarray:
+    """What is stored, but true at `where`."""
+    flags = np.array(stored, bool)
     flags[where] = True
     return flags

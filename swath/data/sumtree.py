@@ -11,6 +11,11 @@ _TOP = 1024
 """Levels are halved down to about this size; the rest is one `searchsorted`, cheaper than ten more levels."""
 _BLOCK = 16
 """How many weights, or minima, have one minimum in common."""
+_CHUNK = 1 << 16
+"""How many weights are summed up in one go: fresh memory for more of them costs more time than the sums do. A multiple
+of all blocks, and a power of 2."""
+_GAP = 1 << 12
+"""Ranges that begin no further apart are summed up together with what lies between them, in one go."""
 
 
 class SumTree:
@@ -35,6 +40,8 @@ class SumTree:
         """Weights first; every level above has the sums of pairs."""
         self._lows = [np.full(_blocks(size, _BLOCK**2) * _BLOCK, np.inf), np.full(_blocks(size, _BLOCK**2), np.inf)]
         """The smallest weight above zero of every block, and of every block of blocks."""
+        self._highs: list[np.ndarray] | None = None
+        """The largest weights likewise, once somebody has asked for the maximum."""
         self._cumulated: np.ndarray | None = None
         """Running sums of the topmost level, until something changes."""
 
@@ -50,8 +57,11 @@ class SumTree:
 
     @property
     def maximum(self) -> float:
-        """The largest weight. Not kept up to date: asking takes time in proportion to the capacity."""
-        return float(self._levels[0].max())
+        """The largest weight. Kept up to date once it was asked for."""
+        if self._highs is None:
+            self._highs = [np.zeros_like(lows) for lows in self._lows]
+            self._sum_up(0, self.capacity)
+        return float(self._highs[1].max())
 
     def get(self, index: np.ndarray) -> np.ndarray:
         """The weights of `index`."""
@@ -70,7 +80,7 @@ class SumTree:
         if not 0 <= index.min() <= index.max() < self.capacity:
             raise IndexError(f"Indices must be from 0 to {self.capacity - 1}, got {index.min()} to {index.max()}.")
         self._levels[0][index] = weights
-        self._lower(index // _BLOCK, index // _BLOCK**2)
+        self._bound(index // _BLOCK, index // _BLOCK**2)
         for below, above in zip(self._levels, self._levels[1:], strict=False):
             index = index >> 1
             pair = index << 1
@@ -80,14 +90,29 @@ class SumTree:
             above[index] = sums
         self._cumulated = None
 
-    def fill(self, start: int, stop: int, weight: float) -> None:
-        """Give all indices from `start` up to `stop` the same weight, faster than `set` does."""
-        if not 0 <= start <= stop <= self.capacity:
-            raise IndexError(f"A range must lie within 0 and {self.capacity}, got {start} to {stop}.")
+    def fill(self, start: int, stop: int, weight: float, step: int = 0, times: int = 1) -> None:
+        """Give all indices from `start` up to `stop` the same weight, faster than `set` does.
+
+        With `times`, also those in as many ranges like this, each `step` after the one before; they do not overlap.
+        """
+        width, far = stop - start, (times - 1) * step
+        if not 0 <= start <= stop <= stop + far <= self.capacity or (times > 1 and step < width):
+            raise IndexError(
+                f"A range must lie within 0 and {self.capacity}, got {start} to {stop}, {times} times at a distance of "
+                f"{step}."
+            )
         self._check_weights(weight)
-        if start < stop:
-            self._levels[0][start:stop] = weight
-            self._sum_up(start, stop)
+        if not width:
+            return
+        if times == 1 or step > max(_GAP, 2 * width):
+            for begin in range(start, start + far + 1, max(step, 1)):
+                self._levels[0][begin : begin + width] = weight
+                self._sum_up(begin, begin + width)
+            return
+        leaves = self._levels[0][start : start + far]
+        leaves.reshape(times - 1, step)[:, :width] = weight
+        self._levels[0][start + far : stop + far] = weight
+        self._sum_up(start, stop + far)
 
     def load(self, weights: np.ndarray) -> None:
         """Replace all weights; those past the end of `weights` become zero."""
@@ -98,6 +123,12 @@ class SumTree:
         self._levels[0][: len(weights)] = weights
         self._levels[0][len(weights) :] = 0.0
         self._sum_up(0, self.capacity)
+
+    def grown(self, capacity: int) -> SumTree:
+        """A tree with these weights, and room for more."""
+        larger = SumTree(capacity)
+        larger.load(self._levels[0][: self.capacity])
+        return larger
 
     def find(self, mass: np.ndarray) -> np.ndarray:
         """For each mass, the index at which the running sum of the weights first exceeds it.
@@ -143,19 +174,23 @@ class SumTree:
 
     def _sum_up(self, start: int, stop: int) -> None:
         """Make all sums above the leaves from `start` up to `stop` anew."""
-        blocks, wider = (slice(start // width, _blocks(stop, width)) for width in (_BLOCK, _BLOCK**2))
-        self._lower(blocks, wider)
+        for begin in range(start - start % _CHUNK, stop, _CHUNK):
+            first, last = max(start, begin), min(stop, begin + _CHUNK)
+            self._bound(*(slice(first // width, _blocks(last, width)) for width in (_BLOCK, _BLOCK**2)))
         for below, above in zip(self._levels, self._levels[1:], strict=False):
             start, stop = start >> 1, (stop + 1) >> 1
             pairs = below[2 * start : 2 * stop]
             np.add(pairs[::2], pairs[1::2], out=above[start:stop])
         self._cumulated = None
 
-    def _lower(self, blocks: np.ndarray | slice, wider: np.ndarray | slice) -> None:
-        """Find the minima of `blocks` anew, then those of the `wider` blocks."""
+    def _bound(self, blocks: np.ndarray | slice, wider: np.ndarray | slice) -> None:
+        """Find the minima of `blocks` anew, then those of the `wider` blocks, and the maxima if they are kept."""
         rows = self._levels[0].reshape(-1, _BLOCK)[blocks]
-        self._lows[0][blocks] = _minima(np.where(rows > 0.0, rows, np.inf))
-        self._lows[1][wider] = _minima(self._lows[0].reshape(-1, _BLOCK)[wider])
+        self._lows[0][blocks] = _columns(np.where(rows > 0.0, rows, np.inf)).min(0)
+        self._lows[1][wider] = _columns(self._lows[0].reshape(-1, _BLOCK)[wider]).min(0)
+        if self._highs is not None:
+            self._highs[0][blocks] = _columns(rows).max(0)
+            self._highs[1][wider] = _columns(self._highs[0].reshape(-1, _BLOCK)[wider]).max(0)
 
     @staticmethod
     def _check_weights(weights: np.ndarray | float) -> None:
@@ -169,6 +204,6 @@ def _blocks(count: int, width: int) -> int:
     return -(-count // width)
 
 
-def _minima(rows: np.ndarray) -> np.ndarray:
-    """The minimum of each row; numpy is much faster at those of columns."""
-    return np.asarray(rows.T.copy().min(0))
+def _columns(rows: np.ndarray) -> np.ndarray:
+    """Rows as columns, of which numpy finds the extremes much faster."""
+    return rows.T.copy()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from swath.data.columns import LazyTensorStorage
+from swath.data.forms import Entries
 from swath.data.prioritized import PrioritizedSampler
-from swath.data.replay_buffer import ReplayBuffer
-from swath.data.storages import LazyTensorStorage, ListStorage, Storage
+from swath.data.replay_buffer import ReplayBuffer, made
+from swath.data.storages import ListStorage, Storage
 from swath.keys import as_key
 
 INDEX = "index"
@@ -29,24 +32,47 @@ class TensorDictReplayBuffer(ReplayBuffer):
         super().__init__(**options)
         self.priority_key = as_key(priority_key)
 
-    def extend(self, data: Any, *, update_priority: bool = True) -> Tensor:
+    def add(self, data: Any) -> Any:
+        """Write one frame; with a priority in it, it is sampled by that from the start."""
+        return super().add(_without_index(data))
+
+    def extend(self, data: Any, *, update_priority: bool = True, source: Any = None) -> Tensor:
         """Write a batch of frames; those that come with a priority are sampled by it from the start."""
-        priority = data.get(self.priority_key, None) if isinstance(data, TensorDictBase) else None
-        if isinstance(data, TensorDictBase) and INDEX in data:
-            data = data.exclude(INDEX)  # it tells where the data lay elsewhere
-        index = super().extend(data)
-        if priority is not None and update_priority:
-            self.update_priority(index, priority)
+        return self._extend(_without_index(data), source=source, update_priority=update_priority)
+
+    def write(self, entries: Entries, shape: Sequence[int], *, update_priority: bool = True, **options: Any) -> Tensor:
+        """Write tensors by key; see `ReplayBuffer.write`."""
+        index = super().write(entries, shape, **options)
+        if update_priority and self.priority_key in entries and isinstance(self.sampler, PrioritizedSampler):
+            priority = entries[self.priority_key]  # [*lanes, rows, ...]
+            self.update_priority(index, priority.movedim(len(shape) - 1, 0).flatten(0, len(shape) - 1))
         return index
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Sample the frames of `data`, a batch of this buffer, by the priorities in it."""
-        self.update_priority(data.get(INDEX), data.get(self.priority_key))
+        if not isinstance(self.sampler, PrioritizedSampler):
+            return
+        index, priority = data.get(INDEX, None), data.get(self.priority_key, None)
+        if index is None:
+            raise KeyError(f"The batch has no {INDEX!r}: is it one that this buffer gave?")
+        if data.ndim > 1:  # each frame is a batch itself, all of which has one index
+            index = index.flatten(1, data.ndim - 1)[:, 0]
+        if priority is None:
+            priority = torch.tensor(self.sampler.default_priority)
+        self.update_priority(index, priority)
 
-    def _finished(self, batch: Any, info: dict[str, Any]) -> Any:
+    def _finished(self, batch: Any, info: dict[Any, Any]) -> Any:
+        if not isinstance(batch, TensorDictBase):
+            return batch
         for name, value in info.items():
+            if not isinstance(name, str):
+                continue  # an entry of the batch that was replaced
             told = torch.stack(value, -1) if isinstance(value, tuple) else value
-            batch.set(name, told.view(*batch.batch_size, *told.shape[1:]).to(batch.device or told.device))
+            told = told.to(batch.device or told.device)
+            if batch.ndim > 1:  # one for each frame, also where frames are batches themselves
+                told = told.view(len(told), *(1,) * (batch.ndim - 1), *told.shape[1:])
+                told = told.expand(*batch.shape, *told.shape[batch.ndim :])
+            batch.set(name, told)
         return batch
 
 
@@ -57,7 +83,10 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         alpha: how much priorities count; 0 is uniform.
         beta: how much importance weights make up for it; 1 is fully.
         eps: what is added to priorities, so that none is zero.
-        storage: where frames lie; a `ListStorage` by default.
+        dtype: of the importance weights.
+        storage: where frames lie; a `ListStorage` of 1,000 by default.
+        sync: for the founding API; changes nothing, as does `sampler_device`.
+        sampler_device: see `sync`.
         options: see `ReplayBuffer`.
     """
 
@@ -68,13 +97,15 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         beta: float,
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float32,
-        storage: Storage | None = None,
+        storage: Storage | Callable[[], Storage] | None = None,
+        sync: Any = None,
+        sampler_device: Any = None,
         **options: Any,
     ) -> None:
         """Make the sampler for the storage."""
-        storage = ListStorage(1000) if storage is None else storage
-        sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps, dtype)
-        super().__init__(storage=storage, sampler=sampler, **options)
+        kept: Storage = made("storage", storage, Storage, lambda: ListStorage(1000))
+        sampler = PrioritizedSampler(kept.max_size, alpha, beta, eps, dtype)
+        super().__init__(storage=kept, sampler=sampler, **options)
 
 
 class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
@@ -86,6 +117,8 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         eps: what is added to priorities, so that none is zero.
         storage: where frames lie; a `LazyTensorStorage` of 1,000 by default.
         reduction: how priorities of several numbers per frame become one.
+        sync: for the founding API; changes nothing, as does `sampler_device`.
+        sampler_device: see `sync`.
         options: see `TensorDictReplayBuffer`.
     """
 
@@ -95,11 +128,18 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         alpha: float,
         beta: float,
         eps: float = 1e-8,
-        storage: Storage | None = None,
+        storage: Storage | Callable[[], Storage] | None = None,
         reduction: str = "max",
+        sync: Any = None,
+        sampler_device: Any = None,
         **options: Any,
     ) -> None:
         """Make the sampler for the storage."""
-        storage = LazyTensorStorage(1000) if storage is None else storage
-        sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps, reduction=reduction)
-        super().__init__(storage=storage, sampler=sampler, **options)
+        kept: Storage = made("storage", storage, Storage, lambda: LazyTensorStorage(1000))
+        sampler = PrioritizedSampler(kept.max_size, alpha, beta, eps, reduction=reduction)
+        super().__init__(storage=kept, sampler=sampler, **options)
+
+
+def _without_index(data: Any) -> Any:
+    """`data` without the entry that tells where they lay elsewhere."""
+    return data.exclude(INDEX) if isinstance(data, TensorDictBase) and INDEX in data else data

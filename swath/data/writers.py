@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class Writer:
     """Base class of writers."""
 
 
 class RoundRobinWriter(Writer):
-    """The oldest frames are overwritten first. This is how a storage works; the class exists to say so."""
+    """The oldest frames are overwritten first. This is how a storage works; the class exists to say so.
+
+    `compilable` is there for the founding API, and changes nothing.
+    """
+
+    def __init__(self, compilable: Any = None) -> None:
+        """Nothing to keep."""
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):

@@ -85,6 +85,8 @@ class RolloutLoop:
         self.version = 0
         """The version of the weights that the policy acts with."""
         self.stats = RolloutStats()
+        self.was_stopped = False
+        """Whether the interruptor has ended the last slot."""
         self._in_background = False
         self.randomness = Randomness(settings.policy_device)
         self.lanes = Lanes(env, limit=settings.max_frames_per_traj, worker=settings.worker)
@@ -113,6 +115,7 @@ class RolloutLoop:
         policy, env, lanes = self.policy, self.env, self.lanes
         interruptor, single = self.settings.interruptor, lanes.count == 1
         steps, in_policy, in_env = 0, 0.0, 0.0
+        self.was_stopped = False
         with torch.no_grad(), self._exploring(), self.randomness.applied():
             acted = policy.begin(slot.steps, self.randomness.generator, random)
             before = self._pairs(slot, lanes.present, self._seen)
@@ -136,6 +139,7 @@ class RolloutLoop:
                     in_env += lanes.go_on(finished)
                 steps = t + 1
                 if interruptor is not None and interruptor.collection_stopped():
+                    self.was_stopped = True
                     break
             receipt = self._complete(slot, steps)
         self.stats.timings.add(in_env, in_policy, perf_counter() - begun)

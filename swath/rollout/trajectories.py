@@ -82,8 +82,9 @@ class TrajectoryAssembler:
     @property
     def pending_frames(self) -> int:
         """Frames held: of episodes that have not ended yet, and of complete ones that nobody has taken."""
-        pieces = [piece for pieces in self._open.values() for piece in pieces]
-        return sum(piece.shape[0] for piece in (*pieces, *self._ready))
+        # Copies: another thread may be collecting.
+        pieces = [piece for pieces in list(self._open.values()) for piece in list(pieces)]
+        return sum(piece.shape[0] for piece in (*pieces, *list(self._ready)))
 
     def add(self, batch: TensorDictBase) -> None:
         """Take in a batch `[..., T]`. Its frames are copied, so that the batch itself can go back."""

@@ -6,6 +6,7 @@ import fcntl
 import os
 import threading
 import time
+import weakref
 
 from swath.runtime.memory import Block
 
@@ -26,6 +27,7 @@ class ProcessLock:
         """Lock `block`: all processes that have it share the lock."""
         self._block = block
         self._begin()
+        _locks.add(self)
 
     def _begin(self) -> None:
         # A description of our own: one that is inherited by a child would be held by both, and survive either.
@@ -89,3 +91,16 @@ class ProcessLock:
         """Close our description."""
         if getattr(self, "_owner", None) == os.getpid():
             os.close(self._fd)
+
+
+_locks: weakref.WeakSet[ProcessLock] = weakref.WeakSet()
+
+
+def _begin_in_child() -> None:
+    """After a fork: a child that keeps its parent's description would keep what the parent has locked when it dies."""
+    for lock in list(_locks):
+        os.close(lock._fd)
+        lock._begin()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)

@@ -84,6 +84,7 @@ class FileBlock(Block):
         else:
             path = str(Path(directory or ".") / name)
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            os.fchmod(handle, 0o600)  # also of a file that was there
         super().__init__(handle)
 
 

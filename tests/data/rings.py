@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from swath.data.contents import EMPTY, Contents
+from swath.keys import Key
 
 PADDING = -1
 DONE, TRUNCATED, TERMINATED = (("next", name) for name in ("done", "truncated", "terminated"))
@@ -56,22 +57,43 @@ class Ring:
         self.columns[IDS] = np.zeros(frames, np.int64)
         self.hidden: object = None
         """A column that samplers do not get to see."""
+        self.edits = 0
+        self.gathers = False
+        """Whether frames can be asked for alone: whole columns are then not to be asked for."""
+        self.asked: list[object] = []
+        """The columns of which some frames were asked for."""
         self._chance = random.Random(seed)
         self._envs = 3 if lanes == 1 else lanes
         self.writers = [Writer(env, self._chance) for env in range(self._envs)]
 
     def contents(self, whole: bool = False) -> Contents:
         columns = {key: column for key, column in self.columns.items() if key != self.hidden}
+
+        def gather(key: Key, index: np.ndarray) -> np.ndarray:
+            assert index.ndim == 1
+            self.asked.append(key)
+            return np.asarray(columns[key][index])
+
+        def column(key: Key) -> np.ndarray:
+            assert not self.gathers or key not in columns, f"Some frames of {key} would do."
+            return columns[key]
+
         return Contents(
-            self.lanes,
-            self.capacity,
-            self.first,
-            self.end,
-            self.stamps,
-            self.seams,
-            columns.__getitem__,
-            whole,
+            lanes=self.lanes,
+            capacity=self.capacity,
+            first=self.first,
+            end=self.end,
+            stamps=self.stamps,
+            seams=self.seams,
+            column=column,
+            whole=whole,
+            edits=self.edits,
+            gather=gather if self.gathers else None,
         )
+
+    @property
+    def is_whole(self) -> bool:
+        return all(map(self.there, range(self.first, self.end)))
 
     def write(self, rows: int, env: int = 0) -> None:
         """With one lane, write frames of one env; with several, each has its own env."""
@@ -105,6 +127,17 @@ class Ring:
         for writer in self.writers:
             if writer.step:
                 writer.cut()
+
+    def edit(self, rows: int) -> None:
+        """Change frames where they lie: the last run of each lane is told to be two, the first of `rows` frames."""
+        self.edits += 1
+        last = {lane: (begin, length) for lane, begin, length in self.runs()}
+        for lane, (begin, length) in last.items():
+            index = [lane * self.capacity + position % self.capacity for position in range(begin, begin + rows)]
+            if rows < length:
+                self.truth[index, 1] += 1000 * self.edits
+                self.columns[IDS][index] += 1000 * self.edits
+                self.columns[DONE][index[-1]] = True
 
     def reserve(self, rows: int, told: bool = True) -> None:
         """A writer takes the next rows, but has not written them yet."""
@@ -157,7 +190,8 @@ class Ring:
 
 def operations() -> st.SearchStrategy[list[tuple[str, int, int]]]:
     """What may happen to a ring: see `play`."""
-    names = st.sampled_from(["write", "write", "write", "write", "write", "pad", "lose", "cut", "reserve", "look"])
+    others = ["pad", "lose", "cut", "reserve", "edit", "look"]
+    names = st.sampled_from(["write"] * 5 + others)
     return st.lists(st.tuples(names, st.integers(1, 20), st.integers(0, 2)), min_size=1, max_size=25)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rings import Ring, operations, play, rings
 
+from swath.data.contents import Contents
 from swath.data.prioritized import PrioritizedSampler
 from swath.data.samplers import NothingToSampleError
 
@@ -57,16 +59,24 @@ class Model:
 
 
 @settings(max_examples=200, deadline=None)
-@given(ring=rings(), happenings=operations(), alpha=st.sampled_from([0.5, 1.0]), within=st.booleans(), data=st.data())
+@given(
+    ring=rings(),
+    happenings=operations(),
+    alpha=st.sampled_from([0.5, 1.0]),
+    within=st.booleans(),
+    small=st.booleans(),
+    data=st.data(),
+)
 def test_weights_are_those_of_a_plain_table(
-    ring: Ring, happenings: list[tuple[str, int, int]], alpha: float, within: bool, data: st.DataObject
+    ring: Ring, happenings: list[tuple[str, int, int]], alpha: float, within: bool, small: bool, data: st.DataObject
 ) -> None:
-    sampler = sampler_for(ring, alpha, max_priority_within_buffer=within)
+    room = 1 if small else ring.lanes * ring.capacity
+    sampler = PrioritizedSampler(room, alpha, 1.0, max_priority_within_buffer=within)
     model = Model(ring, sampler)
     given_once = False
     for _ in play(ring, happenings):
         model.look()
-        contents = ring.contents()
+        contents = ring.contents(whole=ring.is_whole)
         if not model.known:
             with pytest.raises(NothingToSampleError):
                 sampler.draw(contents, 4, seeded())
@@ -157,6 +167,15 @@ def test_new_frames_have_the_highest_priority_of_the_buffer() -> None:
     assert sampler.state_dict()["weights"][:5].tolist() == [1, 2, 1, 2, 0]
 
 
+@pytest.mark.parametrize("within", [True, False])
+def test_without_alpha_the_highest_priority_is_known_all_the_same(within: bool) -> None:
+    ring = filled(3, 10)
+    sampler = sampler_for(ring, 0.0, max_priority_within_buffer=within)
+    assert sampler.default_priority == 1.0
+    sampler.update_priority(ring.contents(), np.array([0, 1]), np.array([9.0, 4.0]))
+    assert sampler.default_priority == 9.0
+
+
 def test_a_priority_given_before_the_first_draw_counts() -> None:
     ring = filled(3, 10)
     sampler = sampler_for(ring)
@@ -208,6 +227,35 @@ def test_one_priority_for_all_and_the_last_of_several() -> None:
     sampler.update_priority(ring.contents(), np.empty(0, np.int64), np.empty(0))
 
 
+@pytest.mark.parametrize("priority", [3, 3.0, np.int64(3), [3], [3.0], [[3.0]], torch.tensor([3]), torch.tensor(3.0)])
+def test_a_single_priority_is_for_all(priority: Any) -> None:
+    ring = filled(4, 4)
+    sampler = sampler_for(ring, eps=0.0)
+    sampler.update_priority(ring.contents(), np.array([0, 2]), priority)
+    assert sampler.state_dict()["weights"].tolist() == [3, 1, 3, 1]
+
+
+def test_yes_and_no_are_priorities() -> None:
+    ring = filled(4, 4)
+    sampler = sampler_for(ring, eps=0.5)
+    sampler.update_priority(ring.contents(), np.arange(4), np.array([True, False, True, False]))
+    assert sampler.state_dict()["weights"].tolist() == [1.5, 0.5, 1.5, 0.5]
+    sampler.update_priority(ring.contents(), np.arange(2), False)
+    assert sampler.state_dict()["weights"].tolist() == [0.5, 0.5, 1.5, 0.5]
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("shape", [(2, 2), (4,), (4, 1), (2, 2, 1), (2, 2, 3), (4, 3)])
+def test_frames_and_priorities_may_have_several_dimensions(shape: tuple[int, ...], flat: bool) -> None:
+    ring = filled(5, 5)
+    sampler = sampler_for(ring, eps=0.0)
+    size = math.prod(shape)
+    index = np.array([3, 2, 1, 0]) if flat else np.array([[3, 2], [1, 0]])
+    sampler.update_priority(ring.contents(), index, np.arange(1.0, 1 + size).reshape(shape))
+    expected = [12, 9, 6, 3, 1] if size == 12 else [4, 3, 2, 1, 1]
+    assert sampler.state_dict()["weights"].tolist() == expected
+
+
 @pytest.mark.parametrize("priority", [[1.0, -1e-9], [math.nan, 1.0], [math.inf, 1.0], [-math.inf, 1.0]])
 def test_priorities_that_are_none_are_refused(priority: list[float]) -> None:
     ring = filled(3, 3)
@@ -238,10 +286,43 @@ def test_frames_that_are_not_there_keep_no_chance() -> None:
     assert 5 not in sampler.draw(ring.contents(), 100, seeded()).index
 
 
-def test_too_small_a_sampler_says_so_at_the_first_draw() -> None:
+def test_too_small_a_sampler_grows() -> None:
     ring = filled(3, 10, lanes=2)
-    with pytest.raises(ValueError, match=r"room for 20 frames.*`max_capacity` of 19"):
-        PrioritizedSampler(19, 1.0, 1.0).draw(ring.contents(), 1, None)
+    sampler = PrioritizedSampler(4, 1.0, 1.0, eps=0.0)
+    assert set(sampler.draw(ring.contents(), 100, seeded()).index) == {0, 1, 2, 10, 11, 12}
+    sampler.update_priority(ring.contents(), np.array([0, 12]), np.array([2.0, 5.0]))
+    assert sampler.state_dict()["weights"].tolist() == [2, 1, 1, *[0] * 7, 1, 1, 5, *[0] * 7]
+    sampler.empty()
+    assert set(sampler.draw(ring.contents(), 100, seeded()).index) == {0, 1, 2, 10, 11, 12}
+
+
+def test_priorities_are_kept_when_a_sampler_grows() -> None:
+    small, ring = filled(4, 4), filled(4, 3000)
+    sampler = PrioritizedSampler(1, 1.0, 1.0, eps=0.0)
+    sampler.update_priority(small.contents(), np.arange(4), np.array([1.0, 2.0, 3.0, 4.0]))
+    ring.write(1)
+    sampler.draw(ring.contents(), 1, seeded())
+    assert sampler.state_dict()["weights"][:6].tolist() == [1, 2, 3, 4, 4, 0]
+    assert len(sampler.state_dict()["weights"]) == 3000
+
+
+@pytest.mark.parametrize("options", [{"device": None}, {"device": "cpu"}, {"device": torch.device("cpu")}])
+def test_arguments_that_make_no_difference_are_taken(options: dict[str, Any]) -> None:
+    PrioritizedSampler(10, 1.0, 1.0, **options, max_pending=None)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device": "cuda"}, "does not support `device='cuda'`"),
+        ({"device": torch.device("cuda", 1)}, "does not support `device=device"),
+        ({"max_pending": 3}, "does not support `max_pending=3`"),
+        ({"colour": None}, "has no argument `colour`"),
+    ],
+)
+def test_arguments_that_are_not_supported_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        PrioritizedSampler(10, 1.0, 1.0, **options)
 
 
 @pytest.mark.parametrize(
@@ -294,6 +375,23 @@ def test_a_buffer_that_begins_again_is_noticed() -> None:
     assert sampler.state_dict()["weights"].tolist() == pytest.approx([1] * 2 + [0] * 8)
 
 
+@pytest.mark.parametrize("lanes", [1, 8, 50_000])
+def test_a_first_look_takes_no_memory_beside_the_tree(lanes: int) -> None:
+    """A million frames are looked at piece by piece, whether they lie in one lane or in many short ones."""
+    rows = 800_000 // lanes
+    stamps, seams = np.arange(1, rows + 1), np.zeros(rows * lanes, bool)
+    contents = Contents(lanes, rows, 0, rows, stamps, seams, {}.__getitem__)
+    sampler = PrioritizedSampler(rows * lanes, 0.5, 0.5)
+    tracemalloc.start()
+    try:
+        sampler.draw(contents, 16, seeded())
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 3e6  # one number for each frame would be twice as much
+    assert sampler.state_dict()["weights"].min() > 0
+
+
 def test_many_rows_of_several_lanes_are_new_at_once() -> None:
     ring = Ring(3, 300)
     sampler = sampler_for(ring, eps=0.0)
@@ -323,8 +421,17 @@ def test_a_loaded_sampler_draws_the_same() -> None:
     assert np.array_equal(first.index, second.index)
     assert np.array_equal(first.info["_weight"], second.info["_weight"])
     assert (other.alpha, other.beta, other.default_priority) == (0.6, 0.4, 19.0)
-    with pytest.raises(ValueError, match="buffer of 20 frames, but `max_capacity` is 19"):
-        PrioritizedSampler(19, 1.0, 1.0).load_state_dict(state)
+
+
+def test_a_sampler_that_is_too_small_for_what_it_loads_grows() -> None:
+    ring = filled(17, 10, lanes=2)
+    sampler = sampler_for(ring, alpha=0.6, beta=0.4)
+    sampler.update_priority(ring.contents(), np.arange(20), np.arange(20.0))
+    other = PrioritizedSampler(3, 1.0, 1.0)
+    other.load_state_dict(sampler.state_dict())
+    first, second = (each.draw(ring.contents(), 64, seeded(5)) for each in (sampler, other))
+    assert np.array_equal(first.index, second.index)
+    assert np.array_equal(first.info["_weight"], second.info["_weight"])
 
 
 def test_the_same_generator_gives_the_same_draws() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rings import DONE, IDS, TERMINATED, TRUNCATED, Ring, operations, play, rings
 
+from swath.data.contents import EMPTY
 from swath.data.runs import RunFinder, Signs
 from swath.data.samplers import Draw, NothingToSampleError
 from swath.data.slices import SliceSampler, SliceSamplerWithoutReplacement
@@ -74,12 +77,12 @@ def possible(ring: Ring, length: int, strict: bool) -> set[Slice]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(ring=rings(), happenings=operations(), hidden=st.sampled_from([None, IDS, DONE]))
+@given(ring=rings(), happenings=operations(), hidden=st.sampled_from([None, IDS, DONE]), gathers=st.booleans())
 def test_runs_are_those_found_by_looking_at_every_frame(
-    ring: Ring, happenings: list[tuple[str, int, int]], hidden: Any
+    ring: Ring, happenings: list[tuple[str, int, int]], hidden: Any, gathers: bool
 ) -> None:
     """With seams, one of ids and flags is enough, but flags alone do not tell padding."""
-    ring.hidden = hidden
+    ring.hidden, ring.gathers = hidden, gathers
     if hidden == IDS:
         happenings = [each for each in happenings if each[0] != "pad"]
     finder = RunFinder(Signs())
@@ -139,12 +142,10 @@ def test_no_slice_crosses_a_boundary(
                 lane == lane_of and first <= begin and begin + count <= first + many and (many >= length or not strict)
                 for lane_of, first, many in runs
             )
+        assert drawn.shape is None
         if pad:
-            assert drawn.shape == (len(found), length)
             assert len(drawn.index) == len(found) * length
             assert drawn.overrides[MASK].sum() == sum(count for _, _, count in found)
-        else:
-            assert drawn.shape is None
 
 
 @settings(max_examples=60, deadline=None)
@@ -183,6 +184,7 @@ def test_runs_are_uniform_and_then_places() -> None:
         (1, {(0, 3), (0, 4), (1, 4), (2, 3)}),
         ((2, False), {(0, 2), (0, 3), (0, 4), (1, 4)}),
         ((False, True), {(0, 4), (1, 4), (2, 3), (3, 2), (4, 1)}),
+        ([False, True], {(0, 4), (1, 4), (2, 3), (3, 2), (4, 1)}),
         (99, {(0, 1), (0, 2), (0, 3), (0, 4), (1, 4), (2, 3), (3, 2), (4, 1)}),
     ],
 )
@@ -238,6 +240,21 @@ def test_flags_are_written_where_slices_begin_and_end() -> None:
         assert set(drawn.overrides) == {TRUNCATED, DONE, "is_init"}  # what is terminated stays so
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_flags_are_told_beside_the_batch_as_well(stored: bool) -> None:
+    ring = episodes(3, 5)
+    if not stored:
+        ring.columns = {"episode": ring.columns[IDS]}
+    drawn = SliceSampler(slice_len=2).draw(ring.contents(), 60, seeded())
+    assert set(drawn.info) == {TRUNCATED, DONE, TERMINATED, *(["is_init"] if stored else [])}
+    for key, flags in drawn.overrides.items():
+        assert np.array_equal(drawn.info[key], flags)
+    ends = drawn.index == 7  # the second episode terminates
+    assert drawn.info[TERMINATED][:, 0].tolist() == (ends & stored).tolist()
+    assert ends.any()
+    assert drawn.info[TERMINATED].shape == (60, 1)
+
+
 def test_flags_have_the_shape_of_their_entry() -> None:
     ring = episodes(3, 5)
     ring.columns = {key: column[:, 0] if column.ndim == 2 else column for key, column in ring.columns.items()}
@@ -262,13 +279,15 @@ def test_flags_stay_as_they_are_if_nobody_wants_them() -> None:
     ring = episodes(3, 5)
     drawn = SliceSampler(slice_len=3, truncated_key=None, init_key=None).draw(ring.contents(), 3, seeded())
     assert not drawn.overrides
+    assert not drawn.info
 
 
 def test_short_slices_are_filled_up_with_their_last_frame() -> None:
     ring = episodes(2)
     drawn = SliceSampler(slice_len=4, strict_length=False, pad_output=True).draw(ring.contents(), 8, seeded())
-    assert drawn.shape == (2, 4)
+    assert drawn.shape is None  # flat, like every batch
     assert drawn.index.tolist() == [0, 1, 1, 1] * 2
+    assert drawn.info[MASK].tolist() == [True, True, False, False] * 2
     assert drawn.overrides[MASK].tolist() == [True, True, False, False] * 2
     assert drawn.overrides[TRUNCATED][:, 0].tolist() == [False, True, False, False] * 2
     assert drawn.overrides["is_init"][:, 0].tolist() == [True, False, False, False] * 2
@@ -289,6 +308,32 @@ def test_ids_and_flags_both_count(missing: Any) -> None:
         ring.columns[DONE][:] = False
     drawn = SliceSampler(slice_len=3).draw(ring.contents(), 3 * 200, seeded())
     assert {begin for _, begin, _ in slices(ring, drawn)} == {0, 1, 4, 5}
+
+
+def starts(ring: Ring, **options: Any) -> set[int]:
+    """Where slices of three frames begin."""
+    drawn = SliceSampler(slice_len=3, **options).draw(ring.contents(), 3 * 200, seeded())
+    return set(drawn.index[::3].tolist())
+
+
+def test_with_ids_asked_for_flags_do_not_count() -> None:
+    """Seams do: what another env wrote is another trajectory."""
+    ring = episodes(4, 4)
+    ring.columns["id"] = np.zeros(100, np.int64)
+    ring.columns["over"] = np.arange(100) == 5
+    assert starts(ring, traj_key="id") == {0, 1, 2, 3, 4, 5}
+    assert starts(ring, traj_key="id", end_key="over") == {0, 1, 2, 3}
+    assert starts(ring, traj_key="id", end_keys=["over", DONE]) == {0, 1}
+    ring.seams[4] = True
+    assert starts(ring, traj_key="id") == {0, 1, 4, 5}
+
+
+@pytest.mark.parametrize("options", [{}, {"end_key": "over"}])
+def test_flags_tell_trajectories_apart_where_the_ids_asked_for_do_not_exist(options: dict[str, Any]) -> None:
+    ring = episodes(4, 4)
+    ring.columns["over"] = ring.columns[DONE] if options else np.zeros((100, 1), bool)
+    ring.hidden = DONE if options else IDS
+    assert starts(ring, traj_key="id", **options) == {0, 1, 4, 5}
 
 
 def test_any_of_several_flags_ends_a_run() -> None:
@@ -316,14 +361,17 @@ def test_boundaries_can_be_given_as_arrays(name: str, full: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"traj_key": "id"}, "no entry 'id'.*`traj_key`"),
+        ({"traj_key": "id"}, r"no entry 'id' or \('next', 'done'\).*`traj_key` or `end_key`"),
+        ({"traj_key": "id", "end_key": "over"}, "no entry 'over'.*`end_key`"),
         ({"end_key": ("next", "over")}, r"no entry \('next', 'over'\).*`end_key`"),
         ({"end_keys": ["a", "b"]}, "no entry 'a' or 'b'.*`end_key`"),
     ],
 )
 def test_an_entry_that_is_asked_for_must_exist(options: dict[str, Any], words: str) -> None:
+    ring = episodes(5)
+    ring.hidden = DONE
     with pytest.raises(KeyError, match=words):
-        SliceSampler(slice_len=3, **options).draw(episodes(5).contents(), 3, seeded())
+        SliceSampler(slice_len=3, **options).draw(ring.contents(), 3, seeded())
 
 
 def test_something_must_tell_trajectories_apart() -> None:
@@ -350,8 +398,8 @@ def test_something_must_tell_trajectories_apart() -> None:
             "`ends` and keys of entries",
         ),
         ({"slice_len": 3, "fragmented": True}, TypeError, "does not support `fragmented=True`"),
-        ({"slice_len": 3, "compile": True}, TypeError, "does not support `compile=True`"),
-        ({"slice_len": 3, "replacement": False}, TypeError, "Use `SliceSamplerWithoutReplacement`"),
+        ({"slice_len": 3, "step_key": "t"}, TypeError, "does not support `step_key='t'`"),
+        ({"slice_len": 3, "span": (1, 2, 3)}, ValueError, r"`span` must be .* got \(1, 2, 3\)"),
         ({"slice_len": 3, "colour": 1}, TypeError, "has no argument `colour`"),
     ],
 )
@@ -365,6 +413,38 @@ def test_arguments_that_make_no_sense_are_refused(
 
 def test_arguments_that_make_no_difference_are_taken() -> None:
     SliceSampler(slice_len=3, compile=False, use_gpu=False, fragmented=False, replacement=True, step_key="step_count")
+    SliceSampler(slice_len=3, compile={"mode": "reduce-overhead"}, use_gpu=torch.device("cuda"))
+    SliceSamplerWithoutReplacement(slice_len=3, compile=True, use_gpu=True, replacement=False)
+
+
+def test_replacement_is_a_choice() -> None:
+    sampler = SliceSampler(slice_len=2, replacement=False, shuffle=False, drop_last=True)
+    assert type(sampler) is SliceSamplerWithoutReplacement
+    assert type(SliceSampler(slice_len=2)) is SliceSampler
+    for same in (sampler, copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):
+        assert same.draw(episodes(2, 2, 2).contents(), 4, seeded()).index.tolist() == [0, 1, 2, 3]
+        assert same.ran_out
+
+    class Own(SliceSampler):
+        pass
+
+    with pytest.raises(TypeError, match=r"Own .*`replacement=False`.*SliceSamplerWithoutReplacement"):
+        Own(slice_len=2, replacement=False)
+    with pytest.raises(TypeError, match=r"`replacement=True`.*`SliceSampler`"):
+        SliceSamplerWithoutReplacement(slice_len=2, replacement=True)
+
+
+def test_what_was_asked_for_can_be_read() -> None:
+    sampler = SliceSampler(num_slices=2, traj_key=["a", "b"], end_keys=["c", ("d", "e")], span=[1, True])
+    assert (sampler.num_slices, sampler.slice_len) == (2, None)
+    assert (sampler.traj_key, sampler.end_key, sampler.end_keys) == (("a", "b"), None, ("c", ("d", "e")))
+    assert (sampler.strict_length, sampler.pad_output, sampler.cache_values) == (True, False, False)
+    assert sampler.span == (1, True)
+    other = SliceSampler(slice_len=3, end_key="a", strict_length=False, pad_output=True, cache_values=True, span=True)
+    assert (other.num_slices, other.slice_len) == (None, 3)
+    assert (other.traj_key, other.end_key, other.end_keys) == (None, "a", None)
+    assert (other.strict_length, other.pad_output, other.cache_values) == (False, True, True)
+    assert other.span == (True, True)
 
 
 @pytest.mark.parametrize(("options", "name"), [({"num_slices": 3}, "num_slices=3"), ({"slice_len": 3}, "slice_len=3")])
@@ -397,6 +477,42 @@ def test_emptying_forgets_all_boundaries() -> None:
     sampler.empty()
     ring = episodes(3, 3)
     assert set(slices(ring, sampler.draw(ring.contents(), 400, seeded()))) == possible(ring, 2, True)
+
+
+@pytest.mark.parametrize("options", [{}, {"replacement": False, "shuffle": False}])
+def test_frames_that_change_where_they_lie_are_looked_at_again(options: dict[str, Any]) -> None:
+    """Also in the middle of an epoch, of which runs are left that are none any more."""
+    found: set[Slice] = set()
+    for seed in range(40):
+        ring = episodes(6, 6)
+        sampler = SliceSampler(slice_len=3, **options)
+        sampler.draw(ring.contents(), 3, seeded(seed))
+        ring.edit(2)
+        drawn = [sampler.draw(ring.contents(), 3, seeded(seed)) for _ in range(2)]
+        found |= {each for draw in drawn for each in slices(ring, draw)}
+    assert found == {(0, begin, 3) for begin in (0, 1, 2, 3, 8, 9)}
+
+
+def test_frames_that_were_hidden_while_they_changed_are_found_again() -> None:
+    ring = episodes(6, 6)
+    sampler, stamps = SliceSampler(slice_len=3), ring.stamps.copy()
+    ring.stamps[:9] = EMPTY
+    assert sampler.draw(ring.contents(), 3, seeded()).index.tolist() == [9, 10, 11]
+    ring.stamps[:] = stamps
+    ring.edits += 1
+    found = {begin for _, begin, _ in slices(ring, sampler.draw(ring.contents(), 300, seeded()))}
+    assert found == {0, 1, 2, 3, 6, 7, 8, 9}
+
+
+def test_drawn_frames_alone_are_asked_for() -> None:
+    ring = episodes(6, 6)
+    ring.gathers = True
+    sampler = SliceSampler(slice_len=3)
+    sampler.draw(ring.contents(), 6, seeded())
+    ring.asked.clear()
+    drawn = sampler.draw(ring.contents(), 6, seeded())
+    assert len(list(slices(ring, drawn))) == 2
+    assert sorted(map(str, ring.asked)) == sorted(map(str, (TRUNCATED, DONE, TERMINATED, "is_init")))
 
 
 def test_the_same_generator_gives_the_same_slices() -> None:
@@ -455,11 +571,19 @@ def test_frames_that_come_begin_a_new_epoch() -> None:
     assert sampler.ran_out
 
 
-def test_a_loaded_sampler_goes_on_in_its_epoch() -> None:
+@pytest.mark.parametrize("edits", [0, 5])
+def test_a_loaded_sampler_goes_on_in_its_epoch(edits: int) -> None:
+    """However often frames were changed in the buffer that it was saved with."""
     ring = episodes(*[3] * 10)
+    ring.edits = edits
     sampler, other = (SliceSamplerWithoutReplacement(num_slices=2) for _ in range(2))
     seen = set(slices(ring, sampler.draw(ring.contents(), 6, seeded(1))))
-    other.load_state_dict(sampler.state_dict())
+    ring.edits = 0
+    other.draw(ring.contents(), 6, seeded(9))
+    state = sampler.state_dict()
+    ring.edits = 1
+    sampler.load_state_dict(state)
+    other.load_state_dict(state)
     for _ in range(4):
         first, second = (each.draw(ring.contents(), 6, seeded(2)) for each in (sampler, other))
         assert first.index.tolist() == second.index.tolist()

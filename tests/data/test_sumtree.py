@@ -28,11 +28,17 @@ def changes(size: int) -> st.SearchStrategy[list[tuple[int, int, float]]]:
 @given(data=st.data(), size=SIZES)
 def test_it_is_a_plain_array_with_sums(data: st.DataObject, size: int) -> None:
     tree, plain = SumTree(size), np.zeros(size)
+    asks_early = data.draw(st.booleans())
     for place, count, weight in data.draw(changes(size)):
+        if asks_early:
+            assert tree.maximum == plain.max()
         if data.draw(st.booleans()):
             stop = min(size, place + count)
-            tree.fill(place, stop, weight)
-            plain[place:stop] = weight
+            step = data.draw(st.integers(stop - place, size))
+            times = data.draw(st.integers(1, 1 + (size - stop) // step))
+            tree.fill(place, stop, weight, step, times)
+            for start in range(place, place + times * step, step):
+                plain[start : start + stop - place] = weight
         else:
             index = np.array([place, (place + count) % size, place])  # the last one counts
             tree.set(index, np.array([1.0, 2.0, weight]))
@@ -132,10 +138,22 @@ def test_indices_outside_are_refused(index: int) -> None:
         SumTree(10).set(np.array([0, index]), np.array([1.0, 1.0]))
 
 
-@pytest.mark.parametrize(("start", "stop"), [(-1, 3), (3, 2), (0, 11)])
-def test_ranges_outside_are_refused(start: int, stop: int) -> None:
+@pytest.mark.parametrize(
+    ("start", "stop", "more"), [(-1, 3, ()), (3, 2, ()), (0, 11, ()), (0, 3, (4, 3)), (0, 3, (2, 2))]
+)
+def test_ranges_outside_are_refused(start: int, stop: int, more: tuple[int, ...]) -> None:
     with pytest.raises(IndexError, match="within 0 and 10"):
-        SumTree(10).fill(start, stop, 1.0)
+        SumTree(10).fill(start, stop, 1.0, *more)
+
+
+def test_a_larger_tree_has_the_same_weights() -> None:
+    tree = SumTree(5)
+    tree.set(np.arange(5), np.arange(5.0))
+    larger = tree.grown(40_000)
+    assert larger.capacity == 40_000
+    assert larger.get(np.arange(7)).tolist() == [0, 1, 2, 3, 4, 0, 0]
+    assert (larger.total, larger.minimum, larger.maximum) == (10, 1, 4)
+    assert larger.find(np.array([0.5, 9.5])).tolist() == [1, 4]
 
 
 def test_an_empty_tree_has_nothing_to_find() -> None:

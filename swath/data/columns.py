@@ -1,0 +1,360 @@
+"""Storages in columns: one piece of memory for each entry, private, shared between processes, or in a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swath.data.forms import Entries, Form
+from swath.data.layout import Layout, array_of, tensor_of
+from swath.data.ledger import Ledger
+from swath.data.storages import Storage
+from swath.errors import ShapeError, suggestion
+from swath.keys import Key
+from swath.runtime import Block, FileBlock, MemoryBlock, ProcessLock
+from swath.runtime.memory import page_aligned
+
+FRAMES_FILE = "frames.bin"
+
+
+class TensorStorage(Storage):
+    """Columns of memory, one for each entry: `[*lanes, time]` frames, lane by lane.
+
+    NOTE [Shared storages]: a shared storage has two blocks of memory. One is small and there from the beginning: the
+    ledger's counters. The other is empty until somebody, in whatever process, writes first: under the ledger's lock the
+    layout is put there in words, with room for the stamps, the seams and the columns behind it. All others read the
+    words when they first see that there are any.
+    """
+
+    def __init__(self, max_size: int, *, device: Any = "cpu", ndim: int = 1) -> None:
+        """Have room for `max_size` frames, in `ndim` dimensions of which the last is time."""
+        super().__init__(max_size, ndim, None if device == "auto" else device)
+        self._follows_data = isinstance(device, str) and device == "auto"
+        self.layout: Layout | None = None
+        self._tensors: dict[Key, Tensor] = {}
+        self._arrays: dict[Key, np.ndarray] = {}
+        self._targets: dict[Key, Any] = {}
+        """The columns as they are written: with a dimension for lanes, where the storage has one."""
+        self._counters: Block | None = None
+        """The ledger's memory, if it is shared."""
+        self._data: Block | None = None
+        """The memory of everything else, if it is shared or in a file."""
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the layout is known, here or in another process."""
+        if self.layout is None and self._data is not None and self.ledger.layout:
+            self._attach(self._data)
+        return self.layout is not None
+
+    def prepare(self, form: Form, entries: Entries, dims: Sequence[int] = ()) -> Layout:
+        """Lay out memory for frames like those of `entries` `[*dims, rows, ...]`, unless that has been done."""
+        if not self.is_ready:
+            if self._follows_data:
+                self.device = next(iter(entries.values())).device
+            self.lay_out(Layout.of(form, entries, dims, self.max_size))
+        assert self.layout is not None
+        return self.layout
+
+    def lay_out(self, layout: Layout) -> None:
+        """Take memory for `layout`, which nobody has done yet in this process."""
+        if self._data is not None:
+            with self.ledger.lock:
+                if not self.ledger.layout:  # nobody was quicker
+                    self._lay_out_in(self._data, layout)
+            self._attach(self._data)
+            assert self.layout is not None
+            if self.layout.leaves == layout.leaves:  # words cannot tell of classes
+                self.layout = replace(self.layout, form=layout.form)
+            return
+        for key, (shape, dtype) in layout.leaves.items():  # the CPU's pages are taken when they are first written
+            self._tensors[key] = torch.zeros(layout.frames, *shape, dtype=dtype, device=self.device)
+        self._set_up(layout, np.zeros(layout.rows, np.int64), np.zeros(layout.frames, bool))
+
+    def _lay_out_in(self, block: Block, layout: Layout) -> None:
+        words = layout.to_json().encode()
+        block.resize(layout.offsets(_columns_start(layout, len(words)))[()])
+        block.array((len(words),), np.uint8)[:] = np.frombuffer(words, np.uint8)
+        self.ledger.layout = len(words)  # from now on, others see it
+
+    def _attach(self, block: Block) -> None:
+        """Map the memory that somebody has laid out."""
+        size = self.ledger.layout
+        layout = Layout.from_json(block.array((size,), np.uint8).tobytes().decode())
+        start = page_aligned(size)
+        stamps = block.array((layout.rows,), np.int64, start)
+        seams = block.array((layout.frames,), bool, start + stamps.nbytes)
+        offsets = layout.offsets(_columns_start(layout, size))
+        for key, (shape, dtype) in layout.leaves.items():
+            raw = block.array((layout.frames * math.prod(shape) * dtype.itemsize,), np.uint8, offsets[key])
+            self._tensors[key] = torch.from_numpy(raw).view(dtype).view(layout.frames, *shape)
+        self._set_up(layout, stamps, seams)
+
+    def _set_up(self, layout: Layout, stamps: np.ndarray, seams: np.ndarray) -> None:
+        self._arrays = {key: array_of(tensor) for key, tensor in self._tensors.items() if tensor.device.type == "cpu"}
+        columns: dict[Key, Any] = self._arrays or self._tensors
+        shape = (layout.lanes, layout.rows) if layout.dims else (layout.rows,)
+        self._targets = {key: column.reshape(*shape, *column.shape[1:]) for key, column in columns.items()}
+        self.seams = seams
+        self.ledger.attach(stamps, layout.lanes)
+        self.layout = layout
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes can read and write."""
+        return self._counters is not None
+
+    def share(self) -> None:
+        """Move to memory that other processes can be given; what is stored is copied."""
+        if self.is_shared:
+            return
+        if self.device.type != "cpu":
+            raise ValueError(f"A storage on {self.device} cannot be shared with other processes; use device='cpu'.")
+        before, layout, tensors, seams = self.ledger, self.layout, self._tensors, self.seams
+        is_mapped = self._data is not None
+        self._share_ledger(MemoryBlock(8 * Ledger.size()))
+        self.ledger.load_state_dict(before.state_dict())
+        if is_mapped and layout is not None:
+            self.ledger.layout = before.layout
+            self.ledger.attach(before.stamps, layout.lanes)
+        elif not is_mapped:
+            self._data, self.layout, self._tensors = MemoryBlock(), None, {}
+            if layout is not None:
+                self.lay_out(layout)
+                self.ledger.stamps[:], self.seams[:] = before.stamps, seams
+                for key, tensor in tensors.items():
+                    self._tensors[key].copy_(tensor)
+
+    def _share_ledger(self, counters: Block) -> None:
+        self._counters = counters
+        self.ledger = Ledger(counters.array((Ledger.size(),), np.int64), ProcessLock(counters))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Private memory is copied. Mapped memory travels as descriptors, and is shared by whoever has it."""
+        if self._data is None:
+            return {**self.__dict__, "_arrays": {}, "_targets": {}, "_contents": None}
+        self.share()
+        left_out: dict[str, Any] = {"layout": None, "ledger": None, "seams": None, "_last": None, "_contents": None}
+        return {**self.__dict__, **left_out, "_tensors": {}, "_arrays": {}, "_targets": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Map the memory anew, or take the copy."""
+        self.__dict__.update(state)
+        if self._counters is not None:
+            self.seams = np.empty(0, bool)
+            self._share_ledger(self._counters)
+        elif self.layout is not None:
+            self._set_up(self.layout, self.ledger.stamps, self.seams)
+
+    # -- frames ------------------------------------------------------------------------------------------------
+
+    def column(self, key: Key) -> np.ndarray:
+        """The entry `key` of all frames; a copy of it, if it lies on an accelerator."""
+        if key in self._arrays:
+            return self._arrays[key]
+        if key not in self._tensors:
+            raise KeyError(f"The buffer has no entry {key!r}; it has {list(self._tensors)}.")
+        return array_of(self._tensors[key].cpu())
+
+    def gather(self, key: Key, index: np.ndarray) -> np.ndarray:
+        """The entry `key` of the frames `index`; only those travel from an accelerator."""
+        if key in self._arrays or key not in self._tensors:
+            return np.asarray(self.column(key)[index])
+        return array_of(self._tensors[key][torch.from_numpy(index).to(self.device)].cpu())
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[*lanes, rows]`, once it is known."""
+        layout = self._known_layout()
+        return torch.Size((*layout.dims, layout.rows))
+
+    def _known_layout(self) -> Layout:
+        if not self.is_ready or self.layout is None:
+            raise IndexError("The buffer is empty: it is not yet known what its frames look like.")
+        return self.layout
+
+    def get(self, index: Any, dim: int | None = None) -> Any:
+        """Copies of frames by where they lie; `dim` is that of time among the storage's dimensions."""
+        layout = self._known_layout()
+        chosen = layout.grid(self.rows_used).movedim(-1, -1 if dim is None else dim)[index]
+        flat = chosen.reshape(-1).numpy()
+        with self.ledger.lock:
+            held = self.contents().holds(flat)
+            if not held.all() and chosen.ndim == 0:
+                raise IndexError(f"Frame {index} is just being written, or was lost with its writer.")
+            if not held.all() and chosen.ndim == 1:  # what a writer left unfinished, or is just writing
+                chosen, flat = chosen[torch.from_numpy(held)], flat[held]
+            entries = self.read_entries(flat)
+        shaped = {key: entry.view((*chosen.shape, *entry.shape[1:])) for key, entry in entries.items()}
+        return layout.form.put_together(shaped, chosen.shape)
+
+    def set(self, index: Any, data: Any, dim: int | None = None) -> None:
+        """Change frames where they lie; `data` may be one frame for all. Nobody reads them meanwhile."""
+        layout = self._known_layout()
+        chosen = layout.grid(self.rows_used).movedim(-1, -1 if dim is None else dim)[index]
+        entries = layout.form.take_apart(data)
+        for key, entry in entries.items():
+            shape = layout.leaves[key][0] if key in layout.leaves else ()
+            try:
+                entries[key] = entry.expand((*chosen.shape, *shape))
+            except RuntimeError:
+                raise ValueError(
+                    f"{key!r} has shape {tuple(entry.shape)}, but there are {tuple(chosen.shape)} frames of {shape}."
+                ) from None
+        self.check(entries, chosen.ndim)
+        flat = torch.from_numpy(chosen.reshape(-1).numpy())
+        with self.ledger.hiding(flat.numpy() % self.ledger.capacity):
+            for key, entry in entries.items():
+                tensor = self._tensors[key]
+                tensor[flat.to(tensor.device)] = entry.reshape(-1, *tensor.shape[1:]).to(tensor)
+
+    def write_entries(
+        self, entries: Entries, rows: int, seams: np.ndarray | None = None, source: Any = None
+    ) -> np.ndarray:
+        """Write `entries` `[*dims, rows, ...]`, which `check` has found to fit; returns where, `[rows]`."""
+        assert self.layout is not None
+        dims, pairs = len(self.layout.dims), []
+        for key, entry in entries.items():
+            target: Any = self._targets[key]
+            given: Any = entry
+            if isinstance(target, np.ndarray):
+                wanted = self.layout.leaves[key][1]
+                given = array_of(entry.cpu() if entry.dtype == wanted else entry.to("cpu", wanted))
+            pairs.append((target, given.reshape(self.layout.lanes, rows, *given.shape[dims + 1 :]) if dims else given))
+
+        def put(where: slice, which: slice) -> None:
+            at, of = ((slice(None), where), (slice(None), which)) if dims else (where, which)
+            for target, given in pairs:
+                target[at] = given[of]
+
+        return self.write(rows, put, seams, source)
+
+    def check(self, entries: Entries, batch_dims: int) -> None:
+        """Raise unless `entries`, with so many batch dimensions, fit into the layout."""
+        assert self.layout is not None
+        leaves = self.layout.leaves
+        if entries.keys() != leaves.keys():
+            missing, unknown = [k for k in leaves if k not in entries], [k for k in entries if k not in leaves]
+            told = [f"lack {missing}"] if missing else []
+            told += [f"have {unknown}, which it has not"] if unknown else []
+            raise KeyError(
+                f"The data do not fit the buffer, whose entries the first write has fixed: they {' and '.join(told)}."
+            )
+        for key, entry in entries.items():
+            shape, dtype = leaves[key]
+            if tuple(entry.shape[batch_dims:]) != shape:
+                raise ShapeError(
+                    f"{key!r} was written with frames of shape {tuple(entry.shape[batch_dims:])}, but the buffer holds "
+                    f"{shape}, fixed by the first write."
+                )
+            if entry.dtype != dtype and not torch.can_cast(entry.dtype, dtype):
+                raise TypeError(
+                    f"{key!r} was written as {entry.dtype}, but the buffer holds {dtype}, fixed by the first write."
+                )
+
+    def read_entries(self, index: np.ndarray) -> Entries:
+        """Copies of the frames `index`."""
+        if self._arrays:
+            leaves = self._tensors
+            # `take` with a mode that cannot fail is several times quicker than indexing, for small frames.
+            return {k: tensor_of(a.take(index, 0, mode="clip"), leaves[k].dtype) for k, a in self._arrays.items()}
+        where = torch.from_numpy(index).to(self.device)
+        return {key: tensor.index_select(0, where) for key, tensor in self._tensors.items()}
+
+    def view(self, rows: int | None = None) -> Entries:
+        """The first `rows` rows (all that were used) in the order of memory, over it: `[*dims, rows, ...]`."""
+        assert self.layout is not None
+        used, dims = self.rows_used if rows is None else rows, self.layout.dims
+        return {
+            key: tensor.view(*dims, self.layout.rows, *tensor.shape[1:]).narrow(len(dims), 0, used)
+            for key, tensor in self._tensors.items()
+        }
+
+    def __repr__(self) -> str:
+        """How much there is of how much."""
+        return f"{type(self).__name__}({len(self)} of {self.max_size} frames, device={str(self.device)!r})"
+
+
+class LazyTensorStorage(TensorStorage):
+    """In memory, laid out when the first frames are written.
+
+    Args:
+        max_size: how many frames there is room for, over all lanes.
+        device: where they lie; "auto" is where the first ones come from.
+        ndim: how many dimensions of what is written are those of frames; the last is time, the others are lanes.
+        options: `compilable`, `consolidated`, `shared_init` and `cleanup_memmap` of the founding API change nothing.
+    """
+
+    def __init__(self, max_size: int, *, device: Any = "cpu", ndim: int = 1, **options: Any) -> None:
+        """Take memory when frames are written."""
+        _refuse_unknown("LazyTensorStorage", options)
+        super().__init__(max_size, device=device, ndim=ndim)
+
+
+class LazyMemmapStorage(TensorStorage):
+    """In a file, laid out when the first frames are written: for more frames than memory holds.
+
+    Args:
+        max_size: how many frames there is room for.
+        scratch_dir: where the file lies. Without one it has no name, and is gone when nobody has it open any more;
+            in a directory that is given it stays.
+        device: "cpu".
+        ndim: as for `LazyTensorStorage`.
+        existsok: whether a file that is there already may be overwritten.
+        options: `compilable`, `shared_init` and `auto_cleanup` of the founding API change nothing.
+    """
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        scratch_dir: Any = None,
+        device: Any = "cpu",
+        ndim: int = 1,
+        existsok: bool = False,
+        **options: Any,
+    ) -> None:
+        """Make the file when frames are written."""
+        _refuse_unknown("LazyMemmapStorage", options)
+        super().__init__(max_size, device=device, ndim=ndim)
+        if self.device.type != "cpu":
+            raise ValueError(f"A file is mapped into the memory of the CPU, got device={str(self.device)!r}.")
+        self.scratch_dir = (
+            None
+            if scratch_dir is None
+            else Path(scratch_dir.name if isinstance(scratch_dir, TemporaryDirectory) else scratch_dir)
+        )
+        if self.scratch_dir is not None:
+            self.scratch_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if (self.scratch_dir / FRAMES_FILE).exists() and not existsok:
+                raise RuntimeError(
+                    f"{self.scratch_dir} holds frames already; give another directory, or existsok=True."
+                )
+        self._data = FileBlock(self.scratch_dir, None if self.scratch_dir is None else FRAMES_FILE)
+
+
+def _columns_start(layout: Layout, words: int) -> int:
+    """Where the columns begin: behind the words, the stamps and the seams."""
+    return page_aligned(words) + layout.rows * 8 + layout.frames
+
+
+WITHOUT_EFFECT = ("auto_cleanup", "cleanup_memmap", "compilable", "consolidated", "shared_init")
+
+
+def _refuse_unknown(owner: str, options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if name not in WITHOUT_EFFECT:
+            raise TypeError(f"{owner} got an unknown argument: {name}={value!r}.{suggestion(name, ARGUMENTS)}")
+
+
+ARGUMENTS = ("max_size", "scratch_dir", "device", "ndim", "existsok")

@@ -1,0 +1,766 @@
+"""One buffer, many processes, any of which may die at any instruction."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import swath.data.ledger
+from swath.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    NothingToSampleError,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    TensorStorage,
+)
+from swath.runtime import MemoryBlock
+
+FORK = multiprocessing.get_context("fork")
+WAIT_S = 60.0
+STRESS_S = 30.0 if os.environ.get("SWATH_LONG") else 5.0
+WIDTH = 480
+"""Numbers in the body of a frame, which is about 4 KB then: it takes a while to copy."""
+BODY = np.arange(WIDTH)
+KINDS = [LazyTensorStorage, LazyMemmapStorage]
+
+
+def frames(numbers: Any) -> TensorDict:
+    """Frames all of whose entries follow from one number."""
+    n = torch.as_tensor(np.asarray(numbers, np.int64))
+    return TensorDict(
+        {
+            "n": n,
+            "body": n[:, None] + torch.from_numpy(BODY),
+            "small": (n % 251).to(torch.uint8)[:, None],
+            "next": {"n": n + 1, "flag": (n % 2).bool()},
+        },
+        [len(n)],
+    )
+
+
+def check(batch: TensorDict) -> list[int]:
+    """The numbers of a batch of frames, each of which must be whole."""
+    n = batch["n"].numpy()
+    assert (batch["body"].numpy() == n[:, None] + BODY).all(), "a frame is torn"
+    assert (batch["small"].numpy()[:, 0] == n % 251).all(), "a frame is torn"
+    assert (batch["next", "n"].numpy() == n + 1).all(), "a frame is torn"
+    assert (batch["next", "flag"].numpy() == n % 2).all(), "a frame is torn"
+    return [int(number) for number in n]
+
+
+def shared(kind: type[TensorStorage], size: int, **options: Any) -> ReplayBuffer:
+    return ReplayBuffer(storage=kind(size), shared=True, **options)
+
+
+def start(target: Callable[..., None], *args: Any, context: Any = FORK) -> tuple[Any, Any]:
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def end(process: Any) -> None:
+    process.kill()
+    process.join(WAIT_S)
+
+
+@contextlib.contextmanager
+def child(target: Callable[..., None], *args: Any, context: Any = FORK) -> Iterator[tuple[Any, Any]]:
+    """A process that runs `target(pipe, *args)`, and our end of the pipe; it never outlives the context."""
+    process, pipe = start(target, *args, context=context)
+    try:
+        yield process, pipe
+    finally:
+        end(process)
+        pipe.close()
+
+
+def hear(pipe: Any) -> Any:
+    assert pipe.poll(WAIT_S), "the other process said nothing"
+    return pipe.recv()
+
+
+def until(condition: Callable[[], Any], within_s: float = WAIT_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        os.sched_yield()
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def memfds() -> int:
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sum("memfd:swath" in link for link in links)
+
+
+def whole_rows(buffer: ReplayBuffer) -> int:
+    """How many rows have the stamp that they should have, by looking at each."""
+    ledger = buffer.storage.ledger
+    positions = np.arange(ledger.first, ledger.head)
+    return int((ledger.stamps[positions % ledger.capacity] == positions + 1).sum())
+
+
+# -- what other processes do -----------------------------------------------------------------------------------------
+
+
+def write_once(pipe: Any, buffer: ReplayBuffer, numbers: list[int]) -> None:
+    pipe.send("ready")
+    pipe.recv()
+    try:
+        pipe.send(buffer.extend(frames(numbers)).tolist())
+    except Exception as error:
+        pipe.send(error)
+    pipe.recv()
+
+
+def write_other_entries(pipe: Any, buffer: ReplayBuffer) -> None:
+    pipe.send("ready")
+    pipe.recv()
+    try:
+        pipe.send(buffer.extend(TensorDict({"other": torch.zeros(3, 2)}, [3])).tolist())
+    except Exception as error:
+        pipe.send(error)
+    pipe.recv()
+
+
+def answer(pipe: Any, buffer: ReplayBuffer) -> None:
+    """Do with the buffer what we are told to."""
+    while True:
+        name, *args = pipe.recv()
+        try:
+            if name == "extend":
+                pipe.send(buffer.extend(frames(*args)).tolist())
+            elif name == "sample":
+                pipe.send(check(buffer.sample(*args)))
+            elif name == "state":
+                pipe.send((len(buffer), buffer.write_count, buffer.is_shared, buffer.stats()["lost"]))
+            elif name == "all":
+                pipe.send(check(buffer[:]))
+            elif name == "set":
+                buffer[args[0]] = frames(args[1])
+                pipe.send("set")
+            elif name == "empty":
+                buffer.empty()
+                pipe.send("emptied")
+        except Exception as error:
+            pipe.send(error)
+
+
+def put_half(buffer: ReplayBuffer, rows: int, then: Callable[[], None]) -> None:
+    """Write garbage to some columns of `rows` rows, and do `then` in the middle of it."""
+    storage = buffer.storage
+
+    def put(where: slice, which: slice) -> None:
+        storage.column("n")[where] = -1
+        storage.column("body")[where] = -7
+        then()
+        count = where.stop - where.start
+        storage.column("n")[where] = 5000
+        storage.column("body")[where] = 5000 + BODY
+        storage.column("small")[where] = 5000 % 251
+        storage.column(("next", "n"))[where] = 5001
+        storage.column(("next", "flag"))[where] = np.zeros(count, bool)
+
+    storage.write(rows, put, None, None)
+
+
+def block_in_put(pipe: Any, buffer: ReplayBuffer, rows: int) -> None:
+    def then() -> None:
+        pipe.send("in put")
+        pipe.recv()
+
+    put_half(buffer, rows, then)
+    pipe.send("done")
+    pipe.recv()
+
+
+def stop_in_put(pipe: Any, buffer: ReplayBuffer, rows: int) -> None:
+    put_half(buffer, rows, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    pipe.send("done")
+    pipe.recv()
+
+
+def fail_in_put(pipe: Any, buffer: ReplayBuffer, rows: int, error: type[BaseException]) -> None:
+    def then() -> None:
+        raise error("in put")
+
+    try:
+        put_half(buffer, rows, then)
+    except BaseException as caught:
+        pipe.send(type(caught).__name__)
+    pipe.recv()
+
+
+def hold_lock(pipe: Any, buffer: ReplayBuffer) -> None:
+    with buffer.storage.ledger.lock:
+        pipe.send("held")
+        pipe.recv()
+
+
+def die_while_reserving(pipe: Any, buffer: ReplayBuffer, after: int, rows: int) -> None:
+    """Reserve, and be gone after so many stores to the ledger."""
+    ledger = buffer.storage.ledger
+    buffer.extend(frames([99]))  # have a place in the table
+
+    class Mortal(np.ndarray):
+        stores = 0
+
+        def __setitem__(self, at: Any, value: Any) -> None:
+            if Mortal.stores == after:
+                pipe.send("gone")
+                os.kill(os.getpid(), signal.SIGKILL)
+            Mortal.stores += 1
+            super().__setitem__(at, value)
+
+    for name in ("_numbers", "_begins", "_ends", "_since", "stamps"):
+        setattr(ledger, name, getattr(ledger, name).view(Mortal))
+    ledger.reserve(rows)
+    pipe.send("survived")
+    pipe.recv()
+
+
+def overwrite_half(pipe: Any, buffer: ReplayBuffer, rows: int) -> None:
+    """Change frames in place, and be killed in the middle of it."""
+    storage: Any = buffer.storage
+
+    class Slow(dict):  # type: ignore[type-arg]
+        def __getitem__(self, key: Any) -> Any:
+            if key == "body":
+                pipe.send("in the middle")
+                pipe.recv()
+            return super().__getitem__(key)
+
+    storage._tensors = Slow(storage._tensors)
+    buffer[:rows] = frames(range(900, 900 + rows))
+
+
+# -- start methods ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_processes_started_in_any_way_share_the_buffer(method: str) -> None:
+    context = multiprocessing.get_context(method)
+    buffer = shared(LazyTensorStorage, 8)
+    disk = shared(LazyMemmapStorage, 8)
+    with child(answer, buffer, context=context) as (_, one), child(answer, disk, context=context) as (_, two):
+        for pipe, ours in ((one, buffer), (two, disk)):
+            pipe.send(("state",))
+            assert hear(pipe) == (0, 0, True, 0)
+            pipe.send(("extend", range(5)))  # lays the memory out, over there
+            assert hear(pipe) == [0, 1, 2, 3, 4]
+            assert check(ours[:]) == [0, 1, 2, 3, 4]
+            assert set(check(ours.sample(100))) == {0, 1, 2, 3, 4}
+            assert ours.extend(frames(range(5, 10))).tolist() == [5, 6, 7, 0, 1]
+            pipe.send(("all",))
+            assert hear(pipe) == [8, 9, 2, 3, 4, 5, 6, 7]
+            pipe.send(("sample", 50))
+            assert set(hear(pipe)) <= set(range(2, 10))
+            pipe.send(("state",))
+            assert hear(pipe) == (8, 10, True, 0)
+            ours.empty()
+            pipe.send(("sample", 2))
+            assert isinstance(hear(pipe), NothingToSampleError)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reader_sees_frames_as_soon_as_they_are_written(kind: type[TensorStorage]) -> None:
+    buffer = shared(kind, 16)
+    with child(answer, buffer) as (_, pipe):
+        pipe.send(("sample", 4))
+        assert isinstance(hear(pipe), NothingToSampleError)
+        for n in range(40):
+            buffer.extend(frames([n]))
+            pipe.send(("all",))
+            assert sorted(hear(pipe)) == list(range(max(0, n - 15), n + 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_others_change_and_empty_is_changed_and_empty_here(kind: type[TensorStorage]) -> None:
+    buffer = shared(kind, 6)
+    buffer.extend(frames(range(8)))
+    with child(answer, buffer) as (_, pipe):
+        pipe.send(("set", slice(0, 2), [70, 71]))
+        assert hear(pipe) == "set"
+        assert check(buffer[:]) == [70, 71, 2, 3, 4, 5]
+        pipe.send(("empty",))
+        assert hear(pipe) == "emptied"
+        assert (len(buffer), buffer.write_count) == (0, 0)
+        with pytest.raises(NothingToSampleError):
+            buffer.sample(1)
+        assert buffer.extend(frames([1])).tolist() == [0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_may_race_to_be_the_first(kind: type[TensorStorage]) -> None:
+    for _ in range(10):
+        buffer = shared(kind, 16)
+        one, to_one = start(write_once, buffer, [1, 2, 3])
+        two, to_two = start(write_once, buffer, [11, 12])
+        try:
+            for pipe in (to_one, to_two):
+                assert hear(pipe) == "ready"
+            for pipe in (to_one, to_two):
+                pipe.send("go")
+            where = [hear(to_one), hear(to_two)]
+            assert sorted([*where[0], *where[1]]) == [0, 1, 2, 3, 4]
+            held = check(buffer[:])
+            assert [held[at] for at in where[0]] == [1, 2, 3]
+            assert [held[at] for at in where[1]] == [11, 12]
+        finally:
+            end(one)
+            end(two)
+
+
+def test_whoever_is_first_decides_what_the_buffer_holds() -> None:
+    for _ in range(5):
+        buffer = shared(LazyTensorStorage, 16)
+        one, to_one = start(write_once, buffer, [1, 2, 3])
+        two, to_two = start(write_other_entries, buffer)
+        try:
+            for pipe in (to_one, to_two):
+                assert hear(pipe) == "ready"
+            for pipe in (to_one, to_two):
+                pipe.send("go")
+            outcomes = [hear(to_one), hear(to_two)]
+            assert sum(isinstance(outcome, KeyError) for outcome in outcomes) == 1
+            assert (len(buffer), buffer.stats()["lost"]) == (3, 0)
+        finally:
+            end(one)
+            end(two)
+
+
+def test_a_tensorclass_is_shared_as_what_it_holds() -> None:
+    buffer = shared(LazyTensorStorage, 16)
+    with child(answer, buffer) as (_, pipe):
+        pipe.send(("extend", range(4)))
+        hear(pipe)
+        buffer.extend(frames(range(4, 6)))
+        assert check(buffer[:]) == list(range(6))
+
+
+def test_a_child_draws_ahead_for_itself() -> None:
+    buffer = shared(LazyTensorStorage, 16, prefetch=2, batch_size=4)
+    buffer.extend(frames(range(16)))
+    buffer.sample()
+    try:
+        with child(answer, buffer) as (_, pipe):
+            for _ in range(4):
+                pipe.send(("sample",))
+                assert set(hear(pipe)) <= set(range(16))
+    finally:
+        buffer.shutdown()
+
+
+def test_forking_while_a_thread_is_in_the_buffer() -> None:
+    buffer = shared(LazyTensorStorage, 16)
+    buffer.extend(frames(range(4)))
+    with buffer.storage.ledger.writing, buffer._sampling, buffer.storage.ledger.lock:
+        process, pipe = start(answer, buffer)
+    try:
+        pipe.send(("extend", [4]))
+        assert hear(pipe) == [4]
+        pipe.send(("sample", 3))
+        assert set(hear(pipe)) <= set(range(5))
+    finally:
+        end(process)
+
+
+# -- faults, one by one ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_writer_killed_between_reserve_and_commit(kind: type[TensorStorage]) -> None:
+    buffer = shared(kind, 8)
+    buffer.extend(frames(range(10)))
+    with child(block_in_put, buffer, 3) as (process, pipe):
+        assert hear(pipe) == "in put"
+        assert len(buffer) == 5
+        assert buffer.write_count == 10
+        assert set(check(buffer.sample(100))) == {5, 6, 7, 8, 9}
+        assert sorted(check(buffer[:])) == [5, 6, 7, 8, 9]
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(WAIT_S)
+        assert set(check(buffer.sample(100))) == {5, 6, 7, 8, 9}
+        # The ring comes round to its rows: nobody waits for the dead.
+        begun = time.monotonic()
+        buffer.extend(frames(range(20, 26)))
+        assert time.monotonic() - begun < 10.0
+    assert buffer.stats() == {"frames": 6, "written": 16, "sampled": 0, "lost": 3}
+    assert set(check(buffer.sample(200))) == set(range(20, 26))
+    buffer.extend(frames(range(26, 30)))
+    assert buffer.stats() == {"frames": 8, "written": 20, "sampled": 0, "lost": 3}
+    assert sorted(check(buffer[:])) == list(range(22, 30))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_dead_are_counted_by_readers_too(kind: type[TensorStorage], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swath.data.ledger, "SLOW_NS", 0)
+    buffer = shared(kind, 8)
+    buffer.extend(frames(range(10)))
+    with child(block_in_put, buffer, 3) as (process, pipe):
+        assert hear(pipe) == "in put"
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(WAIT_S)
+    assert set(check(buffer.sample(100))) == {5, 6, 7, 8, 9}
+    assert buffer.stats() == {"frames": 5, "written": 10, "sampled": 0, "lost": 3}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_writer_killed_with_the_lock(kind: type[TensorStorage]) -> None:
+    buffer = shared(kind, 8)
+    buffer.extend(frames(range(4)))
+    with child(hold_lock, buffer) as (process, pipe):
+        assert hear(pipe) == "held"
+        os.kill(process.pid, signal.SIGKILL)
+        assert buffer.extend(frames([4, 5])).tolist() == [4, 5]
+    assert check(buffer[:]) == [0, 1, 2, 3, 4, 5]
+    assert buffer.stats()["lost"] == 0
+
+
+@pytest.mark.parametrize("after", range(9))
+def test_a_writer_killed_at_each_store_of_reserving(after: int) -> None:
+    """With holes that others left before, which must stay known as holes."""
+    buffer = shared(LazyTensorStorage, 12)
+    buffer.extend(frames(range(12)))
+    for rows in (2, 2, 2):
+        with child(block_in_put, buffer, rows) as (process, pipe):
+            assert hear(pipe) == "in put"
+            os.kill(process.pid, signal.SIGKILL)
+            process.join(WAIT_S)
+    buffer.extend(frames(range(20, 26)))  # after six rows that hold nothing
+    with child(die_while_reserving, buffer, after, 2) as (process, pipe):
+        said = hear(pipe)
+        if said == "gone":
+            process.join(WAIT_S)
+        for n in range(100, 103):
+            for _ in range(20):
+                assert set(check(buffer.sample(20))) <= {*range(20, 26), 99, 100, 101, 102}
+            buffer.extend(frames([n]))
+        with buffer.storage.ledger.at_rest() if said == "gone" else contextlib.nullcontext():
+            assert len(buffer) == whole_rows(buffer)
+    held = check(buffer[:])
+    assert len(held) == len(buffer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stopped_writer_is_never_read_and_awaited_when_its_rows_are_needed(
+    kind: type[TensorStorage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swath.data.ledger, "SLOW_NS", 50_000_000)
+    monkeypatch.setattr(swath.data.ledger, "PATIENCE_S", 0.3)
+    buffer = shared(kind, 8)
+    buffer.extend(frames(range(10)))
+    with child(stop_in_put, buffer, 3) as (process, pipe):
+        until(lambda: is_stopped(process.pid))
+        begun = time.monotonic()
+        while time.monotonic() - begun < 0.3:  # also after it has become slow
+            assert set(check(buffer.sample(20))) <= {5, 6, 7, 8, 9}
+        buffer.extend(frames(range(20, 24)))
+        assert set(check(buffer.sample(200))) == {9, 20, 21, 22, 23}
+        with pytest.raises(TimeoutError, match=str(process.pid)):
+            buffer.extend(frames(range(24, 30)))
+        with pytest.raises(TimeoutError, match=str(process.pid)):
+            buffer.state_dict()
+        assert buffer.stats() == {"frames": 5, "written": 14, "sampled": 0, "lost": 0}
+        os.kill(process.pid, signal.SIGCONT)
+        assert hear(pipe) == "done"
+        assert set(check(buffer.sample(200))) <= {9, 20, 21, 22, 23, 5000}
+        assert len(buffer) == 8
+        buffer.extend(frames(range(24, 30)))
+        assert sorted(check(buffer[:])) == list(range(22, 30))
+        assert buffer.stats() == {"frames": 8, "written": 23, "sampled": 0, "lost": 0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_writers_go_on_when_a_stopped_one_goes_on(kind: type[TensorStorage]) -> None:
+    buffer = shared(kind, 8)
+    buffer.extend(frames(range(8)))
+    with child(stop_in_put, buffer, 3) as (stopped, pipe), child(answer, buffer) as (_, other):
+        until(lambda: is_stopped(stopped.pid))
+        other.send(("extend", range(20, 28)))  # needs all rows
+        assert not other.poll(0.2)
+        os.kill(stopped.pid, signal.SIGCONT)
+        assert hear(pipe) == "done"
+        assert sorted(hear(other)) == list(range(8))
+    assert sorted(check(buffer[:])) == list(range(20, 28))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epoch_without_replacement_does_not_contain_what_a_stopped_writer_writes(
+    kind: type[TensorStorage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swath.data.ledger, "SLOW_NS", 0)
+    buffer = shared(kind, 8, sampler=SamplerWithoutReplacement(), batch_size=2)
+    buffer.extend(frames(range(10)))
+    with child(stop_in_put, buffer, 3) as (process, _):
+        until(lambda: is_stopped(process.pid))
+        for _ in range(3):
+            assert sorted(n for batch in buffer for n in check(batch)) == [5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_an_error_in_the_middle_of_a_write_gives_the_rows_up(
+    kind: type[TensorStorage], error: type[BaseException]
+) -> None:
+    buffer = shared(kind, 8)
+    buffer.extend(frames(range(10)))
+    with child(fail_in_put, buffer, 3, error) as (process, pipe):
+        assert hear(pipe) == error.__name__
+        assert buffer.stats() == {"frames": 5, "written": 10, "sampled": 0, "lost": 3}
+        assert set(check(buffer.sample(100))) == {5, 6, 7, 8, 9}
+        assert process.is_alive()
+        buffer.extend(frames(range(20, 28)))  # nobody is waited for
+    assert sorted(check(buffer[:])) == list(range(20, 28))
+    assert buffer.stats() == {"frames": 8, "written": 18, "sampled": 0, "lost": 3}
+
+
+def test_a_process_killed_while_it_changes_frames_in_place() -> None:
+    buffer = shared(LazyTensorStorage, 8)
+    buffer.extend(frames(range(8)))
+    with child(overwrite_half, buffer, 3) as (process, pipe):
+        assert hear(pipe) == "in the middle"
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(WAIT_S)
+    for _ in range(10):
+        assert set(check(buffer.sample(50))) <= set(range(3, 8))
+    assert len(buffer) == 5
+
+
+def change_on(pipe: Any, buffer: ReplayBuffer) -> None:
+    torch.set_num_threads(1)
+    chance = random.Random(0)
+    pipe.send("ready")
+    while not pipe.poll():
+        buffer[:] = frames(np.arange(16) + chance.randrange(2**40))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frames_that_are_changed_in_place_are_never_seen_half_changed(kind: type[TensorStorage]) -> None:
+    buffer = shared(kind, 16)
+    buffer.extend(frames(range(16)))
+    with child(change_on, buffer) as (_, pipe):
+        assert hear(pipe) == "ready"
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            check(buffer.sample(16))
+
+
+def test_a_place_in_the_table_of_writers_is_used_again() -> None:
+    """More writers than the table has room for may come and go."""
+    buffer = shared(LazyTensorStorage, 8)
+    buffer.extend(frames([0]))
+    ledger = buffer.storage.ledger
+    for n in range(6):
+        with child(write_once, buffer, [n]) as (_, pipe):
+            assert hear(pipe) == "ready"
+            pipe.send("go")
+            assert len(hear(pipe)) == 1
+    assert int((ledger._pids != 0).sum()) == 2
+
+
+def test_one_writer_too_many_is_told_so() -> None:
+    buffer = shared(LazyTensorStorage, 8)
+    buffer.extend(frames([0]))
+    ledger = buffer.storage.ledger
+    ledger._pids[:], ledger._births[:] = ledger._pids[0], ledger._births[0]
+    with child(write_once, buffer, [1]) as (_, pipe):
+        assert hear(pipe) == "ready"
+        pipe.send("go")
+        assert "256" in str(hear(pipe))
+    buffer.extend(frames([1]))
+
+
+# -- all at once -----------------------------------------------------------------------------------------------------
+
+STOP, SAMPLES, COUNTS = 0, 1, 8
+"""Places in a block of numbers: from `COUNTS` on, how many frames each writer has written for sure."""
+LARGEST = 24
+"""How many frames are written at a time, at most."""
+
+
+def write_on(pipe: Any, buffer: ReplayBuffer, numbers: MemoryBlock, place: int) -> None:
+    torch.set_num_threads(1)
+    told = numbers.array((64,), np.int64)
+    chance = random.Random(os.getpid())
+    while not told[STOP]:
+        count = chance.randint(1, LARGEST)
+        n = chance.randrange(2**40)
+        buffer.extend(frames(range(n, n + count)))
+        told[COUNTS + place] += count
+
+
+def sample_on(pipe: Any, buffer: ReplayBuffer, numbers: MemoryBlock) -> None:
+    torch.set_num_threads(1)
+    told = numbers.array((64,), np.int64)
+    try:
+        while not told[STOP]:
+            check(buffer.sample(16))
+            told[SAMPLES] += 1
+        pipe.send(None)
+    except BaseException as error:
+        pipe.send(repr(error))
+
+
+def kill_again_and_again(buffer: ReplayBuffer, numbers: MemoryBlock) -> int:
+    """Start a writer, sample a few times, kill it, and so on; returns how often."""
+    told, chance, kills = numbers.array((64,), np.int64), random.Random(1), 0
+    deadline = time.monotonic() + STRESS_S
+    while time.monotonic() < deadline:
+        before = int(told[COUNTS + 3])
+        with child(write_on, buffer, numbers, 3):
+            until(lambda before=before: told[COUNTS + 3] > before)
+            for _ in range(chance.randint(1, 6)):
+                check(buffer.sample(chance.randint(1, 40)))
+        kills += 1
+        assert 0 <= len(buffer) <= 256
+    return kills
+
+
+def storm(kind: type[TensorStorage]) -> None:
+    buffer, numbers = shared(kind, 256), MemoryBlock(64 * 8)
+    told = numbers.array((64,), np.int64)
+    writers = [start(write_on, buffer, numbers, place) for place in range(3)]
+    reader, from_reader = start(sample_on, buffer, numbers)
+    try:
+        until(lambda: told[COUNTS : COUNTS + 3].all())
+        kills = kill_again_and_again(buffer, numbers)
+        told[STOP] = 1
+        assert hear(from_reader) is None
+        for process, _ in writers:
+            process.join(WAIT_S)
+            assert process.exitcode == 0
+    finally:
+        told[STOP] = 1
+        for process, pipe in [*writers, (reader, from_reader)]:
+            end(process)
+            pipe.close()
+    ledger = buffer.storage.ledger
+    with ledger.at_rest():
+        assert len(buffer) == whole_rows(buffer)
+    assert len(check(buffer[:])) == len(buffer)
+    counted, stats = int(told[COUNTS : COUNTS + 4].sum()), buffer.stats()
+    print(f"\n{kills} writers killed, {told[SAMPLES]} samples, {stats}")
+    assert stats["written"] + stats["lost"] == ledger.head
+    assert counted <= stats["written"] <= counted + LARGEST * kills  # a victim may die before it counts
+    assert 0 <= stats["lost"] <= LARGEST * kills
+    assert stats["written"] > 10 * 256
+    assert kills > 3
+    assert told[SAMPLES] > 100
+    buffer.extend(frames(range(300)))
+    assert sorted(check(buffer[:])) == list(range(44, 300))
+    assert len(buffer) == 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_write_and_read_and_one_is_killed_again_and_again(kind: type[TensorStorage]) -> None:
+    gc.collect()
+    shm, fds, children = set(os.listdir("/dev/shm")), memfds(), len(FORK.active_children())
+    storm(kind)
+    gc.collect()
+    assert len(FORK.active_children()) == children
+    assert set(os.listdir("/dev/shm")) <= shm
+    assert memfds() == fds
+
+
+def write_trajectories(pipe: Any, buffer: ReplayBuffer, place: int) -> None:
+    torch.set_num_threads(1)
+    chance, episode = random.Random(place), 0
+    while True:
+        episode += 1
+        length = chance.randint(1, 30)
+        n = np.arange(length) + 1_000_000 * place + 1000 * (episode % 900)
+        data = frames(n)
+        data["collector"] = TensorDict({"traj_ids": torch.full((length,), place * 10**6 + episode)}, [length])
+        data["next", "done"] = torch.arange(length) == length - 1
+        data["next", "truncated"] = torch.zeros(length, dtype=torch.bool)
+        data["next", "terminated"] = data["next", "done"].clone()
+        buffer.extend(data)
+
+
+def test_slices_of_a_shared_buffer_are_whole_trajectories() -> None:
+    slices = pytest.importorskip("swath.data.slices")
+    buffer = shared(LazyTensorStorage, 600, sampler=slices.SliceSampler(slice_len=5), batch_size=20)
+    one, to_one = start(write_trajectories, buffer, 1)
+    two, to_two = start(write_trajectories, buffer, 2)
+    try:
+        until(lambda: buffer.write_count > 700)
+        for _ in range(300):
+            batch = buffer.sample()
+            numbers = np.array(check(batch)).reshape(4, 5)
+            assert (np.diff(numbers, axis=1) == 1).all()
+            ids = batch["collector", "traj_ids"].reshape(4, 5)
+            assert (ids == ids[:, :1]).all()
+    finally:
+        end(one)
+        end(two)
+        to_one.close()
+        to_two.close()
+
+
+def test_priorities_on_a_shared_buffer() -> None:
+    prioritized = pytest.importorskip("swath.data.prioritized")
+    buffer = shared(LazyTensorStorage, 128, sampler=prioritized.PrioritizedSampler(128, 0.7, 0.5), batch_size=16)
+    numbers = MemoryBlock(64 * 8)
+    told = numbers.array((64,), np.int64)
+    one, pipe = start(write_on, buffer, numbers, 0)
+    try:
+        until(lambda: told[COUNTS] > 200)
+        for _ in range(300):
+            batch, info = buffer.sample(return_info=True)
+            check(batch)
+            buffer.update_priority(info["index"], torch.rand(16))
+            assert (info["_weight"] > 0).all()
+        told[STOP] = 1
+        one.join(WAIT_S)
+        held = set(check(buffer[:]))
+        assert set(check(buffer.sample(1000))) <= held
+    finally:
+        end(one)
+        pipe.close()
+
+
+def test_a_checkpoint_can_be_made_while_others_write() -> None:
+    buffer = shared(LazyTensorStorage, 256)
+    numbers = MemoryBlock(64 * 8)
+    told = numbers.array((64,), np.int64)
+    processes = [start(write_on, buffer, numbers, place) for place in range(3)]
+    try:
+        until(lambda: told[COUNTS : COUNTS + 3].all())
+        for _ in range(5):
+            begun = time.monotonic()
+            state = buffer.state_dict()
+            assert time.monotonic() - begun < 20.0
+            copy = ReplayBuffer(storage=LazyTensorStorage(256))
+            copy.load_state_dict(state)
+            assert len(check(copy[:])) == len(copy)
+        told[STOP] = 1
+        for process, _ in processes:
+            process.join(WAIT_S)
+            assert process.exitcode == 0
+    finally:
+        for process, pipe in processes:
+            end(process)
+            pipe.close()

@@ -1,0 +1,308 @@
+"""Where frames lie: in memory, in files, in lists."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from swath.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, Storage, TensorStorage
+from swath.data.layout import array_of, dtype_named, name_of, tensor_of
+
+COLUMNS = [LazyTensorStorage, LazyMemmapStorage]
+
+
+def frames(*numbers: int) -> TensorDict:
+    n = torch.tensor(numbers)
+    return TensorDict({"n": n, "next": {"flag": (n % 2).bool()[:, None]}}, [len(n)])
+
+
+def numbers_of(buffer: ReplayBuffer) -> list[int]:
+    held = buffer[:]
+    assert torch.equal((held["n"] % 2).bool()[:, None], held["next", "flag"])
+    return list(held["n"].tolist())
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@contextlib.contextmanager
+def umask(mask: int) -> Any:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_in_a_directory_is_ours_alone(tmp_path: Path) -> None:
+    with umask(0):
+        buffer = ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=tmp_path / "deep" / "scratch"))
+        buffer.extend(frames(1, 2, 3))
+    assert mode_of(tmp_path / "deep" / "scratch") == 0o700
+    (file,) = (tmp_path / "deep" / "scratch").iterdir()
+    assert mode_of(file) == 0o600
+    assert file.stat().st_size >= 100 * 9
+
+
+def test_a_file_that_others_could_read_is_made_ours(tmp_path: Path) -> None:
+    (tmp_path / "frames.bin").touch()
+    (tmp_path / "frames.bin").chmod(0o644)
+    ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path, existsok=True)).extend(frames(1))
+    assert mode_of(tmp_path / "frames.bin") == 0o600
+
+
+def test_a_file_that_is_there_is_kept_unless_one_says_otherwise(tmp_path: Path) -> None:
+    ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path)).extend(frames(1, 2, 3))
+    before = (tmp_path / "frames.bin").read_bytes()
+    with pytest.raises(RuntimeError, match="existsok"):
+        LazyMemmapStorage(10, scratch_dir=tmp_path)
+    assert (tmp_path / "frames.bin").read_bytes() == before
+    again = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path, existsok=True))
+    assert len(again) == 0
+    again.extend(frames(7))
+    assert numbers_of(again) == [7]
+
+
+def test_a_file_of_ours_stays_after_us(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=str(tmp_path / "s")))
+    buffer.extend(frames(1))
+    del buffer
+    assert (tmp_path / "s" / "frames.bin").exists()
+
+
+def test_nothing_is_left_without_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(1000))
+    buffer.extend(frames(*range(50)))
+    assert numbers_of(buffer) == list(range(50))
+    assert not list(tmp_path.iterdir())
+    buffer.share()
+    del buffer
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_nothing_is_left_by_a_process_that_is_killed(tmp_path: Path) -> None:
+    script = """
+        import os, signal, sys, tempfile, torch
+        from swath.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
+        tempfile.tempdir = sys.argv[1]
+        for storage in (LazyMemmapStorage(1000), LazyTensorStorage(1000)):
+            buffer = ReplayBuffer(storage=storage, shared=True)
+            buffer.extend(torch.ones(500, 100))
+        print("ready", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    shm = set(os.listdir("/dev/shm"))
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout == b"ready\n"
+    assert not list(tmp_path.iterdir())
+    assert not {name for name in os.listdir("/dev/shm") if "swath" in name} - shm
+
+
+def test_a_file_takes_room_only_for_what_is_written(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(1_000_000, scratch_dir=tmp_path))
+    buffer.extend(torch.ones(10, 1000))
+    told = (tmp_path / "frames.bin").stat()
+    assert told.st_size > 4_000_000_000
+    assert told.st_blocks * 512 < 1_000_000
+
+
+def test_files_are_for_the_cpu() -> None:
+    with pytest.raises(ValueError, match="device"):
+        LazyMemmapStorage(10, device="cuda:0")
+
+
+# -- layout ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_nothing_is_laid_out_before_the_first_write(kind: type[TensorStorage]) -> None:
+    storage = kind(10)
+    assert not storage.is_ready
+    assert len(storage) == 0
+    assert not storage.is_shared
+    buffer = ReplayBuffer(storage=storage)
+    assert (len(buffer), buffer.write_count) == (0, 0)
+    buffer.extend(frames(1))
+    assert storage.is_ready
+    assert storage.column(("next", "flag")).shape[0] == 10
+    assert storage.shape == (10,)
+    assert storage.column("n").shape == (10,)
+    with pytest.raises(KeyError, match="flag"):
+        storage.column("flag")
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_it_tells_how_full_it_is(kind: type[TensorStorage]) -> None:
+    storage = kind(10)
+    ReplayBuffer(storage=storage).extend(frames(1, 2, 3))
+    assert repr(storage) == f"{kind.__name__}(3 of 10 frames, device='cpu')"
+
+
+def test_names_of_types() -> None:
+    for dtype in (torch.float32, torch.bool, torch.bfloat16, torch.int64):
+        assert dtype_named(name_of(dtype)) is dtype
+        values = torch.ones(3).to(dtype)
+        assert tensor_of(array_of(values), dtype).dtype == dtype
+        assert torch.equal(tensor_of(array_of(values), dtype), values)
+    for wrong in ("load", "nn", "__builtins__", "float31", ""):
+        with pytest.raises(ValueError, match="type"):
+            dtype_named(wrong)
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+@pytest.mark.parametrize("shared", [False, True])
+def test_columns_of_all_sizes_do_not_touch_each_other(kind: type[TensorStorage], shared: bool) -> None:
+    buffer = ReplayBuffer(storage=kind(7), shared=shared)
+    entries = {
+        f"{name}{width}": torch.randn(7, width).mul(100).to(dtype)
+        for name, dtype in (("u", torch.uint8), ("f", torch.float64), ("h", torch.bfloat16), ("b", torch.bool))
+        for width in (1, 3, 5)
+    }
+    buffer.extend(TensorDict(entries, [7]))
+    for key, value in entries.items():
+        assert torch.equal(buffer[:][key], value), key
+
+
+# -- sharing one storage, pickling -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*COLUMNS, ListStorage])
+def test_another_buffer_may_stand_on_a_filled_storage(kind: type[Storage]) -> None:
+    storage = kind(4)
+    one = ReplayBuffer(storage=storage)
+    one.extend(frames(1, 2, 3))
+    two = ReplayBuffer(storage=storage)
+    assert (len(two), two.write_count) == (3, 3)
+    assert numbers_of(two) == [1, 2, 3]
+    two.extend(frames(4, 5))
+    assert numbers_of(one) == [5, 2, 3, 4]
+    assert set(one.sample(100)["n"].tolist()) == {2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_sharing_a_filled_storage_keeps_everything(kind: type[TensorStorage]) -> None:
+    storage = kind(5)
+    buffer = ReplayBuffer(storage=storage)
+    buffer.extend(frames(*range(7)))
+    seams = storage.seams.copy()
+    buffer.share()
+    buffer.share()
+    assert storage.is_shared
+    assert numbers_of(buffer) == [5, 6, 2, 3, 4]
+    assert (len(buffer), buffer.write_count) == (5, 7)
+    assert np.array_equal(storage.seams, seams)
+    assert buffer.extend(frames(7, 8)).tolist() == [2, 3]
+    assert numbers_of(buffer) == [5, 6, 7, 8, 4]
+    assert set(buffer.sample(100)["n"].tolist()) == {4, 5, 6, 7, 8}
+
+
+def test_a_list_cannot_be_shared() -> None:
+    with pytest.raises(TypeError, match="LazyTensorStorage"):
+        ReplayBuffer(storage=ListStorage(5), shared=True)
+    with pytest.raises(TypeError, match="LazyTensorStorage"):
+        ReplayBuffer(storage=ListStorage(5)).share()
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_private_memory_is_copied_when_pickled(filled: bool) -> None:
+    storage = LazyTensorStorage(4)
+    buffer = ReplayBuffer(storage=storage)
+    if filled:
+        buffer.extend(frames(*range(6)))
+    twin = ReplayBuffer(storage=pickle.loads(pickle.dumps(storage)))
+    assert len(twin) == len(buffer)
+    twin.extend(frames(50))
+    assert 50 in numbers_of(twin)
+    assert not filled or 50 not in numbers_of(buffer)
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+@pytest.mark.parametrize("filled", [False, True])
+def test_shared_memory_is_the_same_when_pickled(kind: type[TensorStorage], filled: bool) -> None:
+    buffer = ReplayBuffer(storage=kind(4), shared=True, batch_size=3)
+    if filled:
+        buffer.extend(frames(*range(6)))
+    twin = pickle.loads(pickle.dumps(buffer))
+    assert twin.is_shared
+    assert len(twin) == len(buffer)
+    twin.extend(frames(50))
+    assert 50 in numbers_of(buffer)
+    buffer.extend(frames(60))
+    assert 60 in numbers_of(twin)
+    assert twin.write_count == buffer.write_count == (8 if filled else 2)
+    twin.empty()
+    assert len(buffer) == 0
+
+
+def test_a_private_file_is_shared_by_pickling_it() -> None:
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(4))
+    buffer.extend(frames(*range(6)))
+    twin = pickle.loads(pickle.dumps(buffer))
+    twin.extend(frames(50))
+    assert buffer.is_shared
+    assert numbers_of(buffer) == numbers_of(twin) == [4, 5, 50, 3]
+
+
+def test_a_storage_on_an_accelerator_cannot_be_shared() -> None:
+    storage = LazyTensorStorage(4, device="meta")
+    with pytest.raises(ValueError, match="cpu"):
+        storage.share()
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_columns_and_views_show_memory(kind: type[TensorStorage]) -> None:
+    storage = kind(12, ndim=2)
+    buffer = ReplayBuffer(storage=storage)
+    buffer.extend(TensorDict({"x": torch.arange(6).view(3, 2)}, [3, 2]))
+    assert storage.view()["x"].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert storage.column("x").tolist() == [0, 1, 0, 0, 2, 3, 0, 0, 4, 5, 0, 0]
+    assert storage.view()["x"].data_ptr() == storage.view(4)["x"].data_ptr()
+
+
+def test_a_list_moves_tensors_if_it_has_a_device() -> None:
+    buffer = ReplayBuffer(storage=ListStorage(4, device="meta"), collate_fn=list)
+    buffer.extend([torch.ones(2), torch.ones(2), "word"])
+    assert buffer[0].device.type == "meta"
+    assert buffer[2] == "word"
+
+
+def test_a_list_shows_columns_of_its_items() -> None:
+    storage = ListStorage(4)
+    ReplayBuffer(storage=storage).extend([{"x": 1.0}, {"x": 2.0}])
+    assert storage.column("x").tolist() == [1.0, 2.0, 0.0, 0.0]
+
+
+def test_first_frames_after_others_are_seams() -> None:
+    storage = LazyTensorStorage(12)
+    buffer = ReplayBuffer(storage=storage)
+    x = torch.arange(3)
+    buffer.write({"x": x}, [3], source="one")
+    buffer.write({"x": x}, [3], source="one")
+    buffer.write({"x": x}, [3], source="two")
+    buffer.write({"x": x}, [3], source="one", seams=np.array([[False, True, False]]))
+    assert np.flatnonzero(storage.seams).tolist() == [0, 6, 9, 10]
