@@ -1,10 +1,12 @@
 """Ledger: which rows of a ring hold what, while some write and others read.
 
 NOTE [Writing and reading at once]: a writer first *reserves* rows, under the lock: it notes in the table of writers
-which positions it is going to write, takes the stamps off these rows, and moves the head. Then it copies its data,
+which positions it is going to write, moves the head, and takes the stamps off these rows. Then it copies its data,
 without any lock, and *commits*: it stamps each row with its position and clears its note. A reader copies what it wants
-without any lock and looks at the stamps afterwards: rows whose stamp is not the expected one are being written or were
-overwritten, and are drawn again. A reader that is overtaken again and again takes the lock, and then nobody reserves.
+without any lock and looks afterwards: if the head has moved, at the stamps, and rows whose stamp is not the expected
+one are being written or were overwritten, and are drawn again. A reader that is overtaken again and again takes the
+lock, and then nobody reserves. Frames that are changed where they lie are without stamps meanwhile, and counted:
+readers whose count has changed draw again.
 
 No frame is ever seen half written, because a row has no stamp from before its first byte changes until after its last
 one has. A writer may be killed at any instruction. The lock is taken back by the system (NOTE [Locks that outlive
@@ -329,7 +331,7 @@ class Ledger:
     def hiding(self, rows: np.ndarray) -> Iterator[None]:
         """A context in which nobody reads `rows`: they are changed. Whoever dies in it leaves them as holes."""
         rows = np.unique(rows)
-        with self._lock:
+        with self.at_rest():  # a writer that finishes meanwhile would have its stamps taken off again
             stamps = self.stamps[rows]
             count = int((stamps != EMPTY).sum())
             self._numbers[HOLES] += count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import threading
 from collections import deque
 from typing import Any
@@ -555,6 +556,20 @@ def test_batches_drawn_ahead_are_the_same_epoch(prefetch: int) -> None:
         for _ in range(3):
             assert sorted(n for batch in buffer for n in check(batch)) == list(range(10))
     finally:
+        buffer.shutdown()
+
+
+@pytest.mark.xfail(reason="a batch may be drawn between the end of an epoch and its being noticed", strict=False)
+def test_no_frame_is_missing_in_any_of_many_epochs_drawn_ahead() -> None:
+    buffer = buffer_of(batch_size=4, sampler=SamplerWithoutReplacement(), prefetch=5)
+    buffer.extend(frames(range(10)))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns as often as they can
+    try:
+        for _ in range(500):
+            assert sorted(n for batch in buffer for n in batch["n"].tolist()) == list(range(10))
+    finally:
+        sys.setswitchinterval(interval)
         buffer.shutdown()
 
 

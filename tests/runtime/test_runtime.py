@@ -410,13 +410,13 @@ def test_a_pickled_lock_is_the_same_lock() -> None:
 
 
 def test_nothing_stays_open_and_nothing_is_left() -> None:
-    before, shm = open_descriptors(), set(os.listdir("/dev/shm"))
+    before = open_descriptors()
     for _ in range(5):
         made = MemoryBlock(PAGE)
         made.array((PAGE,), np.uint8)[:] = 1
         del made
     assert open_descriptors() == before
-    assert set(os.listdir("/dev/shm")) == shm
+    assert not [name for name in os.listdir("/dev/shm") if "swath" in name]
 
 
 def test_a_file_without_a_name_is_nowhere(tmp_path: Any) -> None:
