@@ -22,6 +22,13 @@ class Sampled:
     ends_epoch: bool
 
 
+class _Run:
+    """Batches that are drawn one after the other, up to the end of an epoch or until they are forgotten."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+
 class DrawnAhead:
     """Keeps some batches ready. Nothing is drawn beyond the end of an epoch: the next may have other frames."""
 
@@ -32,8 +39,7 @@ class DrawnAhead:
         self._lock = threading.Lock()
         self._queue: deque[Future[Sampled | None]] = deque()
         self._pool: ThreadPoolExecutor | None = None
-        self._is_over = False
-        """Whether the last batch that was drawn ended an epoch."""
+        self._run = _Run()
 
     def take(self, size: int) -> Sampled:
         """The next batch."""
@@ -42,7 +48,7 @@ class DrawnAhead:
                 if self._pool is None:
                     self._pool = ThreadPoolExecutor(1, thread_name_prefix="swath-prefetch")
                 while len(self._queue) <= self._count:
-                    self._queue.append(self._pool.submit(self._one, size))
+                    self._queue.append(self._pool.submit(self._one, size, self._run))
                 ahead = self._queue.popleft()
             try:
                 sampled = ahead.result()
@@ -54,11 +60,11 @@ class DrawnAhead:
             if sampled is not None:
                 return sampled
 
-    def _one(self, size: int) -> Sampled | None:
-        if self._is_over:
+    def _one(self, size: int, run: _Run) -> Sampled | None:
+        if run.is_over:
             return None
         sampled = self._sample(size)
-        self._is_over = sampled.ends_epoch
+        run.is_over |= sampled.ends_epoch
         return sampled
 
     def clear(self) -> None:
@@ -67,7 +73,8 @@ class DrawnAhead:
             for future in self._queue:
                 future.cancel()
             self._queue.clear()
-            self._is_over = False
+            self._run.is_over = True
+            self._run = _Run()
 
     def close(self) -> None:
         """Forget everything and end the thread."""

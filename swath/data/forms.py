@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, is_leaf_nontensor, is_tensorclass
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, is_leaf_nontensor, is_tensorclass
 from torch import Tensor
 
 from swath.keys import Key, as_key, as_path
@@ -191,7 +191,10 @@ def gathered(items: Any) -> Any:
         if isinstance(first, tuple | list) or (isinstance(first, Mapping) and not isinstance(first, TensorDictBase)):
             return collated(items)
         if isinstance(first, TensorDictBase):
-            return TensorDict.maybe_dense_stack(items)  # those of unequal shapes beside each other
+            try:
+                return torch.stack(items, 0)
+            except RuntimeError:  # of unequal shapes: beside each other
+                return LazyStackedTensorDict.lazy_stack(items)
         if isinstance(first, Tensor) or is_tensorclass(first):
             return torch.stack(items, 0)
         if isinstance(first, np.ndarray | np.generic | int | float | bool):

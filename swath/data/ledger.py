@@ -338,8 +338,10 @@ class Ledger:
             self._numbers[EDITS] += 1
             self.stamps[rows] = EMPTY
             yield
+            self._numbers[EDITS] += 1  # for those who have read meanwhile
             self.stamps[rows] = stamps
             self._numbers[HOLES] -= count
+            self._numbers[EDITS] += 1  # for those who have seen holes
 
     def clear(self, keep_count: bool = False) -> None:
         """Forget all rows, and how many were written unless that is to be kept. Only while nobody writes."""
@@ -360,6 +362,7 @@ class Ledger:
         """Go on with saved counters. Only while nobody writes."""
         for name, at in _SAVED.items():
             self._numbers[at] = state[name]
+        self._numbers[EDITS] += 1
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy for another buffer: without what belongs to this process. What is shared travels as its memory."""

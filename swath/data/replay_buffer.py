@@ -143,6 +143,8 @@ class ReplayBuffer:
     def _extend(self, data: Any, source: Any = None, **options: Any) -> Tensor:
         data = self._inverted(data)
         if isinstance(self.storage, ListStorage):
+            if isinstance(data, Mapping) and not isinstance(data, TensorDictBase):
+                raise TypeError("A ListStorage takes a list of items, and was given a dict: give a list of dicts.")
             items = list(data.unbind(0)) if isinstance(data, TensorDictBase) or is_tensorclass(data) else list(data)
             return torch.from_numpy(self._write_items(items, source))
         data = gathered(data)

@@ -43,6 +43,7 @@ class Storage(ABC):
         ledger, known = self.ledger, self._contents
         if known is not None and known.whole and ledger.is_still_at(known.end) and known.edits == ledger.edits:
             return known
+        edits = ledger.edits  # before anything else: an edit that begins from now on is noticed
         end = ledger.settled()
         first = min(ledger.first, end)
         whole = end == ledger.head and not ledger.is_busy and not ledger.holes  # holes last: the dead are counted first
@@ -56,7 +57,7 @@ class Storage(ABC):
             column=self.column,
             origin=ledger.origin,
             whole=whole,
-            edits=ledger.edits,
+            edits=edits,
             gather=self.gather,
         )
         return self._contents

@@ -10,7 +10,8 @@ import weakref
 
 from swath.runtime.memory import Block
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
+"""Longer than a large buffer takes to be saved, during which its lock is held."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 2e-3
 
 

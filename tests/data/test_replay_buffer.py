@@ -559,7 +559,6 @@ def test_batches_drawn_ahead_are_the_same_epoch(prefetch: int) -> None:
         buffer.shutdown()
 
 
-@pytest.mark.xfail(reason="a batch may be drawn between the end of an epoch and its being noticed", strict=False)
 def test_no_frame_is_missing_in_any_of_many_epochs_drawn_ahead() -> None:
     buffer = buffer_of(batch_size=4, sampler=SamplerWithoutReplacement(), prefetch=5)
     buffer.extend(frames(range(10)))

@@ -660,19 +660,20 @@ def kill_again_and_again(buffer: ReplayBuffer, numbers: MemoryBlock) -> int:
 def storm(kind: type[TensorStorage]) -> None:
     buffer, numbers = shared(kind, 256), MemoryBlock(64 * 8)
     told = numbers.array((64,), np.int64)
-    writers = [start(write_on, buffer, numbers, place) for place in range(3)]
-    reader, from_reader = start(sample_on, buffer, numbers)
+    others = [start(write_on, buffer, numbers, place) for place in range(3)]
     try:
-        until(lambda: told[COUNTS : COUNTS + 3].all())
+        until(lambda: told[COUNTS : COUNTS + 3].all())  # there is something to sample
+        others.append(start(sample_on, buffer, numbers))
+        _, from_reader = others[3]
         kills = kill_again_and_again(buffer, numbers)
         told[STOP] = 1
         assert hear(from_reader) is None
-        for process, _ in writers:
+        for process, _ in others:
             process.join(WAIT_S)
             assert process.exitcode == 0
     finally:
         told[STOP] = 1
-        for process, pipe in [*writers, (reader, from_reader)]:
+        for process, pipe in others:
             end(process)
             pipe.close()
     ledger = buffer.storage.ledger
