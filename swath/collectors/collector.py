@@ -15,8 +15,8 @@ from torch import nn
 
 from swath.collectors.background import Background
 from swath.collectors.base import BaseCollector
+from swath.collectors.buffer_writer import BufferWriter
 from swath.collectors.config import CollectorConfig, PolicyVersion, refuse_elsewhere
-from swath.collectors.feeding import BufferWriter
 from swath.collectors.paths import follow
 from swath.collectors.utils import split_trajectories
 from swath.collectors.weights import POLICY_ID, WeightsMail, fitted, for_worker, layers_of
@@ -134,12 +134,19 @@ class Collector(BaseCollector):
             track_version=isinstance(config.track_policy_version, PolicyVersion) or config.track_policy_version,
             compact_obs=config.compact_obs,
             set_truncated=config.set_truncated,
-            worker=config.worker_idx or 0,
+            worker=self._number(),
             policy_device=self._devices.away_from(self.env.rows_device),
             interruptor=config.interruptor,
             fast_policy=config.fast_policy,
             opaque_policy=bool(config.trust_policy),
         )
+
+    def _number(self) -> int:
+        """What tells this collector's trajectories from those of others; a buffer has a number for each who writes."""
+        config = self.config
+        if config.worker_idx is None and isinstance(config.replay_buffer, ReplayBuffer):
+            return config.replay_buffer.enrol()
+        return config.worker_idx or 0
 
     # -- collecting --------------------------------------------------------------------------------------------
 
@@ -203,6 +210,7 @@ class Collector(BaseCollector):
         """Fill a slot with `steps` steps, or with what the budget leaves of them; whether a batch `begins` with it."""
         if self.closed:
             raise ClosedError("This collector is shut down; make a new one.")
+        self._adopt_weights()
         if self._delivered_at is not None:
             self._loop.stats.timings.waiting += perf_counter() - self._delivered_at
             self._delivered_at = None
@@ -256,7 +264,6 @@ class Collector(BaseCollector):
         if self._budget.is_spent:
             self._end()
             return False
-        self._adopt_weights()
         with torch.inference_mode(False):
             if self.config.extend_buffer:
                 self._write_once(self._writer, self.frames_per_batch)
@@ -352,8 +359,9 @@ class Collector(BaseCollector):
         """Whether it collects in the background; raises what went wrong there."""
         if self._background is None:
             return False
+        is_alive = self._background.is_alive  # first: one that has ended since then has told its error
         self._background.raise_failure()
-        return self._background.is_alive
+        return is_alive
 
     def is_feeding(self) -> bool:
         """Whether more frames may come into the replay buffer. For the buffer; users ask `is_running`."""
@@ -502,7 +510,10 @@ class Collector(BaseCollector):
             "trajectories": self._assembler.state_dict(),
         }
         if isinstance(self.policy, nn.Module):
-            state["policy_state_dict"] = self.policy.state_dict()
+            weights = self.policy.state_dict()
+            if self._background is not None:  # which goes on changing them
+                weights = {name: w.clone() if isinstance(w, torch.Tensor) else w for name, w in weights.items()}
+            state["policy_state_dict"] = weights
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from tensordict import TensorDictBase
 
-from swath.collectors.feeding import is_buffer
+from swath.collectors.buffer_writer import is_buffer
 from swath.errors import suggestion
 from swath.modules.exploration import ExplorationType
 from swath.rollout.devices import Devices

@@ -35,7 +35,8 @@ def storage_state(storage: Storage, copy: bool = True) -> dict[str, Any]:
     used = storage.rows_used
     state: dict[str, Any] = {"ledger": storage.ledger.state_dict(), "max_size": storage.max_size, "rows": used}
     if isinstance(storage, ListStorage):
-        return {**state, "items": [_plain(item) for item in storage.items[:used]]}
+        seams = torch.from_numpy(storage.seams[:used].copy())
+        return {**state, "items": [_plain(item, copy) for item in storage.items[:used]], "seams": seams}
     assert isinstance(storage, TensorStorage)
     if storage.layout is None:
         return {**state, "layout": None}
@@ -62,6 +63,7 @@ def load_storage_state(storage: Storage, state: Mapping[str, Any]) -> None:
     storage.forget_sources()
     if isinstance(storage, ListStorage):
         storage.items[:] = [_restored(item) for item in state["items"]]
+        storage.seams[:used] = state["seams"].numpy()
         storage.ledger.load_state_dict(state["ledger"])
         positions = np.arange(storage.ledger.first, storage.ledger.head)
         storage.ledger.stamps[:] = 0
@@ -140,7 +142,7 @@ def draw_state(draw: Draw) -> dict[str, Any]:
         "index": torch.from_numpy(draw.index),
         "info": [[key, torch.as_tensor(value)] for key, value in draw.info.items()],
         "overrides": [[key, torch.as_tensor(value)] for key, value in draw.overrides.items()],
-        "shape": None if draw.shape is None else list(draw.shape),
+        "ends_epoch": draw.ends_epoch,
     }
 
 
@@ -149,8 +151,7 @@ def restored_draw(state: Mapping[str, Any]) -> Draw:
     info, overrides = (
         {as_key(key): value.numpy().copy() for key, value in state[name]} for name in ("info", "overrides")
     )
-    shape = None if state["shape"] is None else tuple(state["shape"])
-    return Draw(state["index"].numpy().copy(), info, overrides, shape)
+    return Draw(state["index"].numpy().copy(), info, overrides, state["ends_epoch"])
 
 
 def _told(value: Any, folder: Path, files: list[str]) -> Any:
@@ -186,8 +187,10 @@ def _understood(words: Any, folder: Path) -> Any:
     return tuple(values) if kind == "tuple" else values
 
 
-def _plain(item: Any) -> Any:
+def _plain(item: Any, copy: bool) -> Any:
     """An item of a list without classes of others: what can be saved and loaded safely."""
+    if copy and isinstance(item, TensorDictBase | Tensor):
+        item = item.clone()
     if isinstance(item, TensorDictBase):
         return {"tensordict": item.to_dict(), "batch_size": list(item.batch_size)}
     return {"item": item}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swath.data.contents import EMPTY
 from swath.data.forms import Entries, Form
 from swath.data.layout import Layout, array_of, tensor_of
 from swath.data.ledger import Ledger
@@ -68,6 +70,10 @@ class TensorStorage(Storage):
 
     def lay_out(self, layout: Layout) -> None:
         """Take memory for `layout`, which nobody has done yet in this process."""
+        with torch.inference_mode(False):  # ordinary tensors, whoever writes first
+            self._lay_out(layout)
+
+    def _lay_out(self, layout: Layout) -> None:
         if self._data is not None:
             with self.ledger.lock:
                 if not self.ledger.layout:  # nobody was quicker
@@ -141,9 +147,12 @@ class TensorStorage(Storage):
 
     def __getstate__(self) -> dict[str, Any]:
         """Private memory is copied. Mapped memory travels as descriptors, and is shared by whoever has it."""
-        if self._data is None:
-            return {**self.__dict__, "_arrays": {}, "_targets": {}, "_contents": None}
-        self.share()
+        with self.ledger.writing, self.ledger.at_rest():
+            if self._data is None:
+                own = {"_tensors": {key: tensor.clone() for key, tensor in self._tensors.items()}}
+                ledger = copy.deepcopy(self.ledger)
+                return {**self.__dict__, **own, "ledger": ledger, "_arrays": {}, "_targets": {}, "_contents": None}
+            self.share()
         left_out: dict[str, Any] = {"layout": None, "ledger": None, "seams": None, "_last": None, "_contents": None}
         return {**self.__dict__, **left_out, "_tensors": {}, "_arrays": {}, "_targets": {}}
 
@@ -189,10 +198,12 @@ class TensorStorage(Storage):
         chosen = layout.grid(self.rows_used).movedim(-1, -1 if dim is None else dim)[index]
         flat = chosen.reshape(-1).numpy()
         with self.ledger.lock:
-            held = self.contents().holds(flat)
-            if not held.all() and chosen.ndim == 0:
-                raise IndexError(f"Frame {index} is just being written, or was lost with its writer.")
-            if not held.all() and chosen.ndim == 1:  # what a writer left unfinished, or is just writing
+            held = self.ledger.stamps[flat % self.ledger.capacity] != EMPTY
+            if not held.all():  # what a writer left unfinished, or is just writing
+                if not isinstance(index, slice) or chosen.ndim != 1:
+                    raise IndexError(
+                        f"Some frames of {index} cannot be read: they are just being written, or were lost."
+                    )
                 chosen, flat = chosen[torch.from_numpy(held)], flat[held]
             entries = self.read_entries(flat)
         shaped = {key: entry.view((*chosen.shape, *entry.shape[1:])) for key, entry in entries.items()}
@@ -216,7 +227,7 @@ class TensorStorage(Storage):
         with self.ledger.hiding(flat.numpy() % self.ledger.capacity):
             for key, entry in entries.items():
                 tensor = self._tensors[key]
-                tensor[flat.to(tensor.device)] = entry.reshape(-1, *tensor.shape[1:]).to(tensor)
+                tensor[flat.to(tensor.device)] = entry.detach().reshape(-1, *tensor.shape[1:]).to(tensor)
 
     def write_entries(
         self, entries: Entries, rows: int, seams: np.ndarray | None = None, source: Any = None
@@ -226,7 +237,7 @@ class TensorStorage(Storage):
         dims, pairs = len(self.layout.dims), []
         for key, entry in entries.items():
             target: Any = self._targets[key]
-            given: Any = entry
+            given: Any = entry.detach()
             if isinstance(target, np.ndarray):
                 wanted = self.layout.leaves[key][1]
                 given = array_of(entry.cpu() if entry.dtype == wanted else entry.to("cpu", wanted))

@@ -22,11 +22,13 @@ class Feeders:
     def __init__(self) -> None:
         """Begin with none."""
         self._known: list[weakref.ref[Feeder]] = []
+        self._had_any = False
 
     def add(self, feeder: Feeder) -> None:
         """Know of `feeder`."""
         if all(ref() is not feeder for ref in self._known):
             self._known.append(weakref.ref(feeder))
+            self._had_any = True
 
     def remove(self, feeder: Feeder) -> None:
         """Forget `feeder`, and those that are gone."""
@@ -47,3 +49,7 @@ class Feeders:
         """Whether any of them may write more."""
         alive = [feeder for ref in self._known if (feeder := ref()) is not None]
         return any(feeder.is_feeding() for feeder in alive)
+
+    def have_ended(self) -> bool:
+        """Whether there were some, and none of them will write for the caller any more."""
+        return self._had_any and not self.are_feeding()

@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, is_leaf_nontensor, is_tensorclass
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    TensorDict,
+    TensorDictBase,
+    is_leaf_nontensor,
+    is_tensorclass,
+)
 from torch import Tensor
 
 from swath.keys import Key, as_key, as_path

@@ -87,7 +87,7 @@ class Layout:
         return torch.arange(self.frames).view(*self.dims, self.rows)[..., :used]
 
     def offsets(self, start: int) -> dict[Key, int]:
-        """Where each column begins, if the first does at `start` or a little later; `None` is where the last ends."""
+        """Where each column begins, if the first does at `start` or a little later; `()` is where the last ends."""
         offsets, at = {}, start
         for key, (shape, dtype) in self.leaves.items():
             at = -(-at // ALIGNMENT) * ALIGNMENT

@@ -34,7 +34,7 @@ from swath.runtime import is_alive, own_birth
 WRITERS = 256
 """How many processes can write at the same time."""
 NOBODY = 0
-HEAD, ORIGIN, LOST, HOLES, SAMPLED, WANTED, LAYOUT, EDITS, FORMER = range(9)
+HEAD, ORIGIN, LOST, HOLES, SAMPLED, WANTED, STARVED, ENROLLED, LAYOUT, EDITS, FORMER = range(11)
 COUNTERS = 16
 SLOW_NS = 500_000_000
 """A writer that takes longer than this may be dead, and is no longer waited for by readers."""
@@ -139,6 +139,21 @@ class Ledger:
             self._numbers[SAMPLED] += frames
 
     @property
+    def is_starved(self) -> bool:
+        """Whether somebody could not sample because there are not the right frames, however many there are."""
+        return bool(self._numbers[STARVED])
+
+    @is_starved.setter
+    def is_starved(self, starved: bool) -> None:
+        self._numbers[STARVED] = starved
+
+    def enrol(self) -> int:
+        """A number for somebody who is going to write, which nobody else has."""
+        with self._lock:
+            self._numbers[ENROLLED] += 1
+            return int(self._numbers[ENROLLED]) - 1
+
+    @property
     def wanted(self) -> int:
         """How many frames somebody last waited to sample at once."""
         return int(self._numbers[WANTED])
@@ -203,7 +218,12 @@ class Ledger:
             count = part.stop - part.start
             self.stamps[part] = np.arange(position, position + count)
             position += count
+        assert self._slot is not None
+        is_late = time.monotonic_ns() - self._since[self._slot] > SLOW_NS
         self._clear()
+        if is_late:  # readers have gone past these rows, and must look at them again
+            with self._lock:
+                self._numbers[EDITS] += 1
 
     def give_up(self) -> None:
         """What was reserved could not be written: leave it without stamps, and count it."""
@@ -350,7 +370,9 @@ class Ledger:
         # Row 0 comes next, and the head has moved in any case: that is how others notice.
         head = (self.head // self.capacity + 1) * self.capacity if self.capacity else 0
         self._numbers[[ORIGIN, HEAD]] = head
-        self._numbers[[LOST, HOLES, SAMPLED]] = 0
+        self._numbers[[LOST, HOLES, STARVED]] = 0
+        if not keep_count:
+            self._numbers[SAMPLED] = 0
 
     # -- state -------------------------------------------------------------------------------------------------
 
@@ -362,14 +384,19 @@ class Ledger:
         """Go on with saved counters. Only while nobody writes."""
         for name, at in _SAVED.items():
             self._numbers[at] = state[name]
+        self._numbers[STARVED] = False
         self._numbers[EDITS] += 1
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy for another buffer: without what belongs to this process. What is shared travels as its memory."""
         table = dict.fromkeys(("_pids", "_births", "_begins", "_ends", "_since"))
+        numbers = self._numbers.copy()
+        numbers[COUNTERS:] = 0  # nobody writes to the copy
         return {
             **self.__dict__,
             **table,
+            "_numbers": numbers,
+            "stamps": self.stamps.copy(),
             "_slot": None,
             "writing": None,
             "_lock": None if self._is_local else self._lock,
@@ -384,4 +411,12 @@ class Ledger:
             self._lock = threading.RLock()
 
 
-_SAVED = {"head": HEAD, "origin": ORIGIN, "lost": LOST, "holes": HOLES, "sampled": SAMPLED, "former": FORMER}
+_SAVED = {
+    "head": HEAD,
+    "origin": ORIGIN,
+    "lost": LOST,
+    "holes": HOLES,
+    "sampled": SAMPLED,
+    "former": FORMER,
+    "enrolled": ENROLLED,
+}

@@ -34,10 +34,14 @@ class Pace:
         self.is_closed = False
         """Whether nobody should wait any more."""
 
-    def sampled(self, frames: int) -> None:
-        """So many frames were sampled."""
+    def drew(self, asked: int, drawn: int) -> None:
+        """Of the frames that somebody has asked for, so many were drawn; none, if there are not the right ones."""
+        ledger = self._storage.ledger
         if self._limiter is not None:
-            self._storage.ledger.count_samples(frames)
+            if drawn != asked:
+                ledger.count_samples(drawn - asked)
+            if ledger.is_starved == bool(drawn):
+                ledger.is_starved = not drawn
             self.tell()
 
     def tell(self) -> None:
@@ -57,18 +61,28 @@ class Pace:
             self._listeners -= 1
 
     def await_sample(self, size: int) -> None:
-        """Until `size` frames may be sampled."""
+        """Until `size` frames may be sampled; they are then counted as such."""
         limiter, begun = self._limiter, time.monotonic()
         if limiter is None:
             return
-        while not limiter.may_sample(size, self._storage.write_count, self._storage.ledger.sampled):
+        while not self._reserve(limiter, size):
             self.feeders.raise_failure()
-            if self.is_closed or (self.feeders and not self.feeders.are_feeding()):
+            if self.is_closed or self.feeders.have_ended():
+                self._storage.ledger.count_samples(size)
                 return  # nobody will write any more: there is nothing to be in proportion to
             if time.monotonic() - begun > limiter.timeout_s:
                 raise RateLimitError(self._told("sample()", limiter))
             self._storage.ledger.wanted = size  # so that writers do not wait as well
             self.wait()
+
+    def _reserve(self, limiter: RateLimiter, size: int) -> bool:
+        """Count `size` frames as sampled, if they may be: both at once, as others may be asking."""
+        ledger = self._storage.ledger
+        with ledger.lock:
+            if not limiter.may_sample(size, self._storage.write_count, ledger.sampled):
+                return False
+            ledger.count_samples(size)
+            return True
 
     def await_insert(self, frames: int, batch_size: int | None, stopping: Callable[[], bool] | None) -> None:
         """Until `frames` may be written, or we are `stopping`."""
@@ -79,7 +93,7 @@ class Pace:
         while not limiter.may_insert(
             frames, max(batch_size or 1, ledger.wanted), self._storage.write_count, ledger.sampled
         ):
-            if stopping is not None and stopping():
+            if ledger.is_starved or (stopping is not None and stopping()):
                 return
             if stopping is None and time.monotonic() - begun > limiter.timeout_s:
                 raise RateLimitError(self._told("writing", limiter))

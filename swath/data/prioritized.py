@@ -118,7 +118,7 @@ class PrioritizedSampler(Sampler):
             index[~there] = self._find(int((~there).sum()), generator)
         weight = (self._tree.get(index) / self._tree.minimum) ** -self._beta
         told = weight.astype(_DTYPES[self.dtype])
-        return Draw(index, {WEIGHT: told, SAME_WEIGHT: told})
+        return Draw(index, {WEIGHT: told, SAME_WEIGHT: told.copy()})
 
     def update_priority(self, contents: Contents, index: np.ndarray, priority: np.ndarray) -> None:
         """Give the frames `index` new priorities: one for each, several for each, or one for all.
@@ -150,6 +150,7 @@ class PrioritizedSampler(Sampler):
         """How many frames the buffer has room for, once it was seen."""
         self._seen = range(0)
         """The positions that the tree knows."""
+        self._edits = 0
 
     def state_dict(self) -> dict[str, Any]:
         """All priorities, and for which frames they are."""
@@ -183,6 +184,8 @@ class PrioritizedSampler(Sampler):
 
     def _look(self, contents: Contents) -> None:
         """Give weights to the frames that have come, and take them from those that have gone."""
+        if contents.edits != self._edits:
+            self._look_again(contents)
         if contents.end == self._seen.stop and contents.first == self._seen.start:
             return
         if contents.end < self._seen.stop:  # another buffer, or one that was emptied
@@ -201,6 +204,15 @@ class PrioritizedSampler(Sampler):
             missing = rows[~contents.holds(rows)]
             self._tree.set(_in_all_lanes(contents, missing), 0.0)
         self._seen = range(contents.first, contents.end)
+
+    def _look_again(self, contents: Contents) -> None:
+        """Give weights to frames that were missing and are there now: they were changed, or written very slowly."""
+        self._edits = contents.edits
+        first, stop = max(self._seen.start, contents.first), min(self._seen.stop, contents.end)
+        for chunk in range(first, stop, _CHUNK):
+            rows = contents.index(np.arange(chunk, min(chunk + _CHUNK, stop)))
+            frames = _in_all_lanes(contents, rows[contents.holds(rows)])
+            self._tree.set(frames[self._tree.get(frames) == 0.0], self._new_weight())
 
     def _have_room(self, frames: int) -> None:
         if frames > self.max_capacity:

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,25 +132,24 @@ class ReplayBuffer:
         index = self._write_entries(form, entries)
         return int(index[0]) if self.storage.ndim == 1 else index
 
-    def extend(self, data: Any, *, source: Any = None) -> Tensor:
+    def extend(self, data: Any, *, source: Any = None, seams: np.ndarray | None = None) -> Tensor:
         """Write a batch of frames; returns where they lie.
 
         The first dimensions, as many as the storage has, are those of frames; what follows belongs to each of them. A
-        list is a list of frames. `source` tells who writes, where several do: frames of different sources never
-        continue each other.
+        list is a list of frames. `source` and `seams` are as for `write`.
         """
-        return self._extend(data, source=source)
+        return self._extend(data, source=source, seams=seams)
 
-    def _extend(self, data: Any, source: Any = None, **options: Any) -> Tensor:
+    def _extend(self, data: Any, source: Any = None, seams: np.ndarray | None = None, **options: Any) -> Tensor:
         data = self._inverted(data)
         if isinstance(self.storage, ListStorage):
             if isinstance(data, Mapping) and not isinstance(data, TensorDictBase):
                 raise TypeError("A ListStorage takes a list of items, and was given a dict: give a list of dicts.")
             items = list(data.unbind(0)) if isinstance(data, TensorDictBase) or is_tensorclass(data) else list(data)
-            return torch.from_numpy(self._write_items(items, source))
+            return torch.from_numpy(self._write_items(items, source, seams))
         data = gathered(data)
         form = self._form(data, self.storage.ndim)
-        return self._write_entries(form, form.take_apart(data), source=source, **options)
+        return self._write_entries(form, form.take_apart(data), source=source, seams=seams, **options)
 
     def _inverted(self, data: Any) -> Any:
         for transform in reversed(self._transforms):
@@ -166,13 +166,13 @@ class ReplayBuffer:
             raise TypeError(f"{type(self.storage).__name__} has no columns; use LazyTensorStorage.")
         return self.storage
 
-    def _write_items(self, items: list[Any], source: Any = None) -> np.ndarray:
+    def _write_items(self, items: list[Any], source: Any = None, seams: np.ndarray | None = None) -> np.ndarray:
         assert isinstance(self.storage, ListStorage)
         if not items:
             return np.empty(0, np.int64)
         self._pace.await_insert(len(items), self.batch_size, None)
         with self.storage.ledger.writing:
-            index = self.storage.write_items(items, source)
+            index = self.storage.write_items(items, source, seams)
         self._pace.tell()
         return index
 
@@ -254,30 +254,43 @@ class ReplayBuffer:
         if self._ahead is None or size != self.batch_size:
             return self._sample(size)
         self._pace.is_closed = False
-        sampled = self._ahead.take(size)
+        try:
+            sampled = self._ahead.take(size, self._pace.feeders.have_ended)
+        except BaseException:
+            self._put_back()
+            raise
+        if sampled is None:  # the thread that draws ahead waits, and we need not
+            self._put_back()
+            return self._sample(size)
         with self._sampling:
             self._undelivered = [draw for draw in self._undelivered if draw is not sampled.draw]
         return sampled
+
+    def _put_back(self) -> None:
+        """Let what was drawn ahead, and is not going to be delivered from there, be drawn next."""
+        with self._sampling:
+            self._saved_draws.extend(self._undelivered)
+            self._undelivered.clear()
 
     def _sample_ahead(self, size: int) -> Sampled:
         return self._sample(size, ahead=True)
 
     def _sample(self, size: int, ahead: bool = False) -> Sampled:
-        draw, data, ends_epoch = self._draw_when_possible(size, ahead)
-        self._pace.sampled(len(draw.index))
+        draw, data = self._draw_when_possible(size, ahead)
+        self._pace.drew(size, len(draw.index))
         index = self._told_index(draw.index)
         info = {"index": index, **{name: _tensor(value) for name, value in draw.info.items()}}
         batch = self._finished(data, info)
         for transform in self._transforms:
             batch = transform(batch)
-        return Sampled(batch.pin_memory() if self._pins else batch, info, draw, ends_epoch)
+        return Sampled(batch.pin_memory() if self._pins else batch, info, draw)
 
     def _finished(self, batch: Any, info: dict[Any, Any]) -> Any:
         """A chance to add to the batch before transforms see it."""
         return batch
 
-    def _draw_when_possible(self, size: int, ahead: bool) -> tuple[Draw, Any, bool]:
-        """Draw and copy, whether that ends an epoch; while somebody fills the buffer, wait until it can be done."""
+    def _draw_when_possible(self, size: int, ahead: bool) -> tuple[Draw, Any]:
+        """Draw and copy; while somebody fills the buffer, wait until it can be done."""
         begun, warned, written = time.monotonic(), False, self.write_count
         ledger, quiet = self.storage.ledger, -1
         while True:
@@ -287,8 +300,9 @@ class ReplayBuffer:
                     draw, data = self._drawn(size)
                     if ahead:
                         self._undelivered.append(draw)
-                    return draw, data, self.sampler.ran_out
+                    return draw, data
             except NothingToSampleError as error:
+                self._pace.drew(size, 0)
                 now = -1 if ledger.is_busy else ledger.head
                 if now != quiet and now >= 0:  # writers may just have been at all there is: look once more
                     quiet = now
@@ -335,11 +349,12 @@ class ReplayBuffer:
         return draw, data, is_good
 
     def _choose(self, contents: Contents, size: int) -> Draw:
-        while self._saved_draws:
+        while self._saved_draws and size == self.batch_size:
             saved = self._saved_draws.popleft()
             if contents.holds(saved.index).all():
                 return saved
-        return self.sampler.draw(contents, size, self._generator)
+        draw = self.sampler.draw(contents, size, self._generator)
+        return replace(draw, ends_epoch=True) if self.sampler.ran_out else draw
 
     def _read(self, draw: Draw) -> Any:
         if isinstance(self.storage, ListStorage):
@@ -356,11 +371,7 @@ class ReplayBuffer:
         entries = storage.read_entries(draw.index)
         for key, override in draw.overrides.items():
             entries[as_key(key)] = _tensor(override).to(storage.device)
-        shape: tuple[int, ...] = (len(draw.index),)
-        if draw.shape is not None:
-            shape = draw.shape
-            entries = {key: entry.view(*shape, *entry.shape[1:]) for key, entry in entries.items()}
-        batch = storage.layout.form.put_together(entries, shape)
+        batch = storage.layout.form.put_together(entries, (len(draw.index),))
         return batch if self._collate is None else self._collate(batch)
 
     def _told_index(self, index: np.ndarray) -> Any:
@@ -402,7 +413,7 @@ class ReplayBuffer:
                     raise
                 return
             yield sampled.batch
-            if sampled.ends_epoch:
+            if sampled.draw.ends_epoch:
                 return
 
     def next(self) -> Any:
@@ -474,6 +485,10 @@ class ReplayBuffer:
     def is_shared(self) -> bool:
         """Whether other processes can write and sample."""
         return self.storage.is_shared
+
+    def enrol(self) -> int:
+        """A number that nobody else who writes to this buffer has, for the ids of trajectories."""
+        return self.storage.ledger.enrol()
 
     def attach(self, feeder: Any) -> None:
         """Know of somebody who fills the buffer in the background: `sample` waits for it, and raises its errors."""
@@ -602,6 +617,7 @@ class ReplayBuffer:
         self._pace.is_closed = True
         if self._ahead is not None:
             self._ahead.close()
+            self._put_back()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: threads, batches drawn ahead, who fills it."""

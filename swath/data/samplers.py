@@ -25,13 +25,13 @@ class Draw:
         index: the frames, int64 `[B]`; see `Contents`.
         info: what else is delivered, such as importance weights: arrays `[B, ...]` by name.
         overrides: entries of the batch that are replaced, by key: arrays `[B, ...]`.
-        shape: how the batch is shaped instead of `[B]`, as when slices are padded.
+        ends_epoch: whether nothing is left of the sampler's epoch. The buffer fills this in.
     """
 
     index: np.ndarray
     info: dict[Any, Any] = field(default_factory=dict)
     overrides: dict[Any, np.ndarray] = field(default_factory=dict)
-    shape: tuple[int, ...] | None = None
+    ends_epoch: bool = False
 
 
 class Sampler(ABC):

@@ -180,7 +180,7 @@ class ListStorage(Storage):
         self.ledger.attach(np.zeros(self.max_size, np.int64), lanes=1)
         self.seams = np.zeros(self.max_size, bool)
 
-    def write_items(self, items: Sequence[Any], source: Any = None) -> np.ndarray:
+    def write_items(self, items: Sequence[Any], source: Any = None, seams: np.ndarray | None = None) -> np.ndarray:
         """Keep `items`; returns where."""
         if self._moves:
             items = [item.to(self.device) if hasattr(item, "to") else item for item in items]
@@ -190,14 +190,19 @@ class ListStorage(Storage):
         def put(where: slice, which: slice) -> None:
             self.items[where] = items[which]
 
-        return self.write(len(items), put, None, source)
+        return self.write(len(items), put, seams, source)
+
+    def empty(self, keep_count: bool = False) -> None:
+        """Forget all items, and let them go."""
+        super().empty(keep_count)
+        self.items.clear()
 
     def read_items(self, index: np.ndarray) -> list[Any]:
         """The items at `index`."""
         return [self.items[at] for at in index.tolist()]
 
     def get(self, index: Any, dim: int | None = None, collate: Callable[[list[Any]], Any] = collated) -> Any:
-        """One item, or a batch of several, as `collate` makes it."""
+        """One item (itself, not a copy), or a batch of several, as `collate` makes it."""
         chosen = torch.arange(self.rows_used)[index]
         items = self.read_items(np.atleast_1d(chosen.numpy()))
         return items[0] if chosen.ndim == 0 else collate(items)

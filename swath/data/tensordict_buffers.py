@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from swath.data.columns import LazyTensorStorage
 from swath.data.forms import Entries
-from swath.data.prioritized import PrioritizedSampler
+from swath.data.prioritized import SAME_WEIGHT, WEIGHT, PrioritizedSampler
 from swath.data.replay_buffer import ReplayBuffer, made
 from swath.data.storages import ListStorage, Storage
 from swath.keys import as_key
@@ -36,9 +37,11 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """Write one frame; with a priority in it, it is sampled by that from the start."""
         return super().add(_without_index(data))
 
-    def extend(self, data: Any, *, update_priority: bool = True, source: Any = None) -> Tensor:
+    def extend(
+        self, data: Any, *, update_priority: bool = True, source: Any = None, seams: np.ndarray | None = None
+    ) -> Tensor:
         """Write a batch of frames; those that come with a priority are sampled by it from the start."""
-        return self._extend(_without_index(data), source=source, update_priority=update_priority)
+        return self._extend(_without_index(data), source=source, seams=seams, update_priority=update_priority)
 
     def write(self, entries: Entries, shape: Sequence[int], *, update_priority: bool = True, **options: Any) -> Tensor:
         """Write tensors by key; see `ReplayBuffer.write`."""
@@ -141,5 +144,6 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
 
 
 def _without_index(data: Any) -> Any:
-    """`data` without the entry that tells where they lay elsewhere."""
-    return data.exclude(INDEX) if isinstance(data, TensorDictBase) and INDEX in data else data
+    """`data` without the entries that tell where and how likely they were elsewhere."""
+    told = (INDEX, WEIGHT, SAME_WEIGHT)
+    return data.exclude(*told) if isinstance(data, TensorDictBase) and any(name in data for name in told) else data

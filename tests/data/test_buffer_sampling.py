@@ -310,14 +310,6 @@ class Newest(Sampler):
         self.seen = state["seen"]
 
 
-class Pairs(Newest):
-    """The same, two by two."""
-
-    def draw(self, contents: Contents, batch_size: int, generator: torch.Generator | None) -> Draw:
-        draw = super().draw(contents, batch_size, generator)
-        return Draw(draw.index, draw.info, shape=(batch_size // 2, 2))
-
-
 def test_a_sampler_of_ones_own() -> None:
     sampler = Newest()
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler)
@@ -339,14 +331,6 @@ def test_a_sampler_of_ones_own() -> None:
     other.load_state_dict(state)
     assert isinstance(other.sampler, Newest)
     assert other.sampler.seen == 14
-
-
-def test_a_sampler_may_shape_its_batch() -> None:
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=Pairs())
-    buffer.extend(frames(range(6)))
-    batch = buffer.sample(4)
-    assert batch.batch_size == (2, 2)
-    assert batch["n"].tolist() == [[2, 3], [4, 5]]
 
 
 def test_priorities_are_for_frames_of_lanes_too() -> None:

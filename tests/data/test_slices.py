@@ -142,7 +142,6 @@ def test_no_slice_crosses_a_boundary(
                 lane == lane_of and first <= begin and begin + count <= first + many and (many >= length or not strict)
                 for lane_of, first, many in runs
             )
-        assert drawn.shape is None
         if pad:
             assert len(drawn.index) == len(found) * length
             assert drawn.overrides[MASK].sum() == sum(count for _, _, count in found)
@@ -285,7 +284,6 @@ def test_flags_stay_as_they_are_if_nobody_wants_them() -> None:
 def test_short_slices_are_filled_up_with_their_last_frame() -> None:
     ring = episodes(2)
     drawn = SliceSampler(slice_len=4, strict_length=False, pad_output=True).draw(ring.contents(), 8, seeded())
-    assert drawn.shape is None  # flat, like every batch
     assert drawn.index.tolist() == [0, 1, 1, 1] * 2
     assert drawn.info[MASK].tolist() == [True, True, False, False] * 2
     assert drawn.overrides[MASK].tolist() == [True, True, False, False] * 2

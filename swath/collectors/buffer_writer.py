@@ -65,7 +65,8 @@ class BufferWriter:
         if 0 in batch.shape:
             return
         if not self.takes_columns and self.is_flat:
-            self._extend(batch.reshape(-1) if mask is None else batch[mask].exclude(MASK))
+            seams = self._lane_seams(batch.shape[-1], mask) if tuple(batch.shape[:-1]) == self._lanes else None
+            self._extend(batch.reshape(-1) if mask is None else batch[mask].exclude(MASK), seams)
         elif self.takes_columns and tuple(batch.shape[:-1]) == self._lanes:
             lanes = int(np.prod(self._lanes, dtype=np.int64))
             columns = {as_key(k): v.reshape(lanes, -1, *v.shape[batch.ndim :]) for k, v in batch.items(True, True)}
@@ -102,30 +103,41 @@ class BufferWriter:
             inner = {key: column.reshape(*self._lanes, steps, *column.shape[2:]) for key, column in columns.items()}
             self._send(inner, (*self._lanes, steps), None)
             return
-        seams = None
-        if lanes > 1:
-            seams = np.zeros((lanes, steps), bool)
-            seams[:, 0] = True
         flat = {key: column.reshape(lanes * steps, *column.shape[2:]) for key, column in columns.items()}
         if mask is not None and not bool(mask.all()):
             real = mask.reshape(-1)
             flat = {key: column[real] for key, column in flat.items()}
-            seams = None if seams is None else _first_of_lanes(mask)
         count = lanes * steps if mask is None else int(mask.sum())
-        self._send(flat, (count,), None if seams is None else seams.reshape(1, -1))
+        self._send(flat, (count,), self._lane_seams(steps, mask))
 
-    def _extend(self, batch: TensorDictBase) -> None:
-        """Give the buffer a batch as anybody would."""
-        if self._is_ours and "source" in signature(self.buffer.extend).parameters:
-            self.buffer.extend(batch, source=self._source)
+    def _lane_seams(self, steps: int, mask: Tensor | None) -> np.ndarray | None:
+        """Where lanes begin that lie one after the other: `[1, frames]`, without those that `mask` leaves out."""
+        lanes = math.prod(self._lanes)
+        if lanes == 1:
+            return None
+        seams = np.zeros((lanes, steps), bool)
+        seams[:, 0] = True
+        if mask is not None and not bool(mask.all()):
+            seams = _first_of_lanes(mask.reshape(lanes, steps))
+        return seams.reshape(1, -1)
+
+    def _extend(self, batch: TensorDictBase, seams: np.ndarray | None = None) -> None:
+        """Give the buffer a batch as anybody would, and tell it what it may want to know."""
+        if self._is_ours and {"source", "seams"} <= set(signature(self.buffer.extend).parameters):
+            self.buffer.extend(batch, source=self._source, seams=self._interrupted(seams, tuple(batch.shape)))
         else:
             self.buffer.extend(batch)
 
     def _send(self, columns: dict[Key, Tensor], shape: tuple[int, ...], seams: np.ndarray | None) -> None:
+        seams = self._interrupted(seams, shape)
+        self.buffer.write(columns, shape, seams=seams, source=self._source, stopping=self.stopping)
+
+    def _interrupted(self, seams: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray | None:
+        """`seams`, with one before the first frames if something came between."""
         if self._is_interrupted and shape[-1]:
             seams = np.zeros((math.prod(shape[:-1]), shape[-1]), bool) if seams is None else seams
             seams[:, 0], self._is_interrupted = True, False
-        self.buffer.write(columns, shape, seams=seams, source=self._source, stopping=self.stopping)
+        return seams
 
 
 def _first_of_lanes(mask: Tensor) -> np.ndarray:
