@@ -45,6 +45,8 @@ class TensorStorage(Storage):
         self._arrays: dict[Key, np.ndarray] = {}
         self._targets: dict[Key, Any] = {}
         """The columns as they are written: with a dimension for lanes, where the storage has one."""
+        self._is_plain = False
+        """Whether numpy knows the types of all entries."""
         self._counters: Block | None = None
         """The ledger's memory, if it is shared."""
         self._data: Block | None = None
@@ -108,6 +110,9 @@ class TensorStorage(Storage):
 
     def _set_up(self, layout: Layout, stamps: np.ndarray, seams: np.ndarray) -> None:
         self._arrays = {key: array_of(tensor) for key, tensor in self._tensors.items() if tensor.device.type == "cpu"}
+        self._is_plain = bool(self._arrays) and all(
+            torch.from_numpy(array[:0]).dtype == self._tensors[key].dtype for key, array in self._arrays.items()
+        )
         columns: dict[Key, Any] = self._arrays or self._tensors
         shape = (layout.lanes, layout.rows) if layout.dims else (layout.rows,)
         self._targets = {key: column.reshape(*shape, *column.shape[1:]) for key, column in columns.items()}
@@ -275,9 +280,11 @@ class TensorStorage(Storage):
 
     def read_entries(self, index: np.ndarray) -> Entries:
         """Copies of the frames `index`."""
+        # `take` with a mode that cannot fail is several times quicker than indexing, for small frames.
+        if self._is_plain:
+            return {key: torch.from_numpy(array.take(index, 0, mode="clip")) for key, array in self._arrays.items()}
         if self._arrays:
             leaves = self._tensors
-            # `take` with a mode that cannot fail is several times quicker than indexing, for small frames.
             return {k: tensor_of(a.take(index, 0, mode="clip"), leaves[k].dtype) for k, a in self._arrays.items()}
         where = torch.from_numpy(index).to(self.device)
         return {key: tensor.index_select(0, where) for key, tensor in self._tensors.items()}

@@ -61,6 +61,8 @@ class Contents:
 
     def index(self, positions: np.ndarray, lanes: np.ndarray | int = 0) -> np.ndarray:
         """The frames of `lanes` at `positions`."""
+        if self.lanes == 1:
+            return np.asarray(positions % self.capacity)
         return np.asarray(positions % self.capacity + np.asarray(lanes) * self.capacity)
 
     def positions(self, index: np.ndarray) -> np.ndarray:

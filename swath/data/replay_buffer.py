@@ -291,8 +291,8 @@ class ReplayBuffer:
 
     def _draw_when_possible(self, size: int, ahead: bool) -> tuple[Draw, Any]:
         """Draw and copy; while somebody fills the buffer, wait until it can be done."""
-        begun, warned, written = time.monotonic(), False, self.write_count
-        ledger, quiet = self.storage.ledger, -1
+        ledger, quiet, warned = self.storage.ledger, -1, False
+        begun: tuple[float, int] | None = None
         while True:
             self._pace.await_sample(size)
             try:
@@ -307,11 +307,12 @@ class ReplayBuffer:
                 if now != quiet and now >= 0:  # writers may just have been at all there is: look once more
                     quiet = now
                     continue
-                waited = time.monotonic() - begun
+                begun = begun or (time.monotonic(), self.write_count)
+                waited = time.monotonic() - begun[0]
                 if now >= 0 and not self._pace.feeders.are_feeding():
                     self._pace.feeders.raise_failure()
                     raise
-                if self._pace.is_closed or waited > (PATIENCE_S if self.write_count > written else STALL_S):
+                if self._pace.is_closed or waited > (PATIENCE_S if self.write_count > begun[1] else STALL_S):
                     raise
                 if waited > STALL_WARNING_S and not warned:
                     warned = True
