@@ -61,7 +61,7 @@ class Contents:
 
     def index(self, positions: np.ndarray, lanes: np.ndarray | int = 0) -> np.ndarray:
         """The frames of `lanes` at `positions`."""
-        if self.lanes == 1:
+        if isinstance(lanes, int) and not lanes:
             return np.asarray(positions % self.capacity)
         return np.asarray(positions % self.capacity + np.asarray(lanes) * self.capacity)
 
