@@ -183,7 +183,7 @@ def test_what_was_drawn_ahead_is_delivered_after_an_error_or_a_shutdown() -> Non
             break
     assert len(set(seen)) == len(seen)
     assert failures > 0
-    assert len(buffer.state_dict()["ahead"]) <= 5
+    assert len(buffer.state_dict()["ahead"]) <= 8  # it does not grow with the errors
     buffer.shutdown()
 
 
