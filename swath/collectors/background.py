@@ -21,7 +21,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -58,7 +58,7 @@ class Background:
         self._traceback: TracebackType | None = None
         self.is_reported = False
         """Whether the error has reached the user."""
-        self._thread = threading.Thread(target=_run, args=(weakref.ref(runs), self), name=f"swath-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(weakref.ref(runs),), name=f"swath-{name}", daemon=True)
 
     def start(self) -> None:
         """Begin."""
@@ -163,7 +163,7 @@ class Background:
             told = "".join(traceback.format_exception(self.error)).rstrip()
             warnings.warn(f"{self._name} had ended with an error that nobody has asked for:\n{told}", stacklevel=2)
 
-    def run(self, runs: weakref.ref[Any]) -> None:
+    def _run(self, runs: weakref.ref[Any]) -> None:
         """What the thread does."""
         try:
             while self.may_go_on():
@@ -180,10 +180,6 @@ class Background:
             _Switching.end()
             with self._turn:
                 self._turn.notify_all()
-
-
-def _run(runs: weakref.ref[Any], background: Background) -> None:
-    background.run(runs)
 
 
 class _Switching:
@@ -217,8 +213,7 @@ _failed: set[Background] = set()
 @atexit.register
 def _stop_all() -> None:
     """A thread that runs while the interpreter is taken down may crash it."""
-    stops: list[Callable[..., Any]] = [background.stop for background in list(_running)]
-    for stop in stops:
-        stop()
+    for background in list(_running):
+        background.stop()
     for background in _failed:
         background.complain()

@@ -68,7 +68,7 @@ class BufferWriter:
             seams = self._lane_seams(batch.shape[-1], mask) if tuple(batch.shape[:-1]) == self._lanes else None
             self._extend(batch.reshape(-1) if mask is None else batch[mask].exclude(MASK), seams)
         elif self.takes_columns and tuple(batch.shape[:-1]) == self._lanes:
-            lanes = int(np.prod(self._lanes, dtype=np.int64))
+            lanes = math.prod(self._lanes)
             columns = {as_key(k): v.reshape(lanes, -1, *v.shape[batch.ndim :]) for k, v in batch.items(True, True)}
             self._write(columns, (lanes, batch.shape[-1]))
         else:

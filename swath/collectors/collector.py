@@ -293,15 +293,16 @@ class Collector(BaseCollector):
         del batch  # its frames are copied: the slot may be used for the next
         at_a_time = config.trajs_per_write or max(self._assembler.ready, 1)
         while self._assembler.ready >= at_a_time:
-            lengths = self._assembler.lengths(at_a_time)
-            writer.write_episodes(self._deliver(self._assembler.take(at_a_time, "cat")), lengths)
+            self._write_episodes(writer, at_a_time)
+
+    def _write_episodes(self, writer: BufferWriter, count: int) -> None:
+        lengths = self._assembler.lengths(count)
+        writer.write_episodes(self._deliver(self._assembler.take(count, "cat")), lengths)
 
     def _end(self) -> None:
         """All frames are collected: what is left of episodes is complete enough to write, or given up and counted."""
         if self._writer is not None and self._assembler.ready and not self.closed:
-            ready = self._assembler.ready
-            lengths = self._assembler.lengths(ready)
-            self._writer.write_episodes(self._deliver(self._assembler.take(ready, "cat")), lengths)
+            self._write_episodes(self._writer, self._assembler.ready)
         self._assembler.clear()
         self.shutdown()
 

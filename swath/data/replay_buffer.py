@@ -28,7 +28,7 @@ from swath.data.forms import Entries, Form, TensorDictForm, collated, form_of, g
 from swath.data.pacing import POLL_S, Pace
 from swath.data.rate_limiter import RateLimiter
 from swath.data.samplers import Draw, NothingToSampleError, RandomSampler, Sampler
-from swath.data.storages import ListStorage, Storage
+from swath.data.storages import ListStorage, Storage, positive
 from swath.data.writers import RoundRobinWriter, Writer
 from swath.keys import as_key
 
@@ -90,13 +90,13 @@ class ReplayBuffer:
         self.storage: Storage = made("storage", storage, Storage, lambda: ListStorage(DEFAULT_SIZE))
         self.sampler: Sampler = made("sampler", sampler, Sampler, RandomSampler)
         self.writer: Writer = made("writer", writer, Writer, RoundRobinWriter)
-        self.batch_size = None if batch_size is None else _count("batch_size", batch_size)
+        self.batch_size = None if batch_size is None else positive("batch_size", batch_size)
         self.rate_limiter = rate_limiter
         self.dim_extend = self._checked_dim(dim_extend)
         self._collate = collate_fn
         self._pins = pin_memory and torch.cuda.is_available()
         self._generator = generator
-        self._prefetch = 0 if not prefetch else _count("prefetch", prefetch)
+        self._prefetch = 0 if not prefetch else positive("prefetch", prefetch)
         self._saved_draws: deque[Draw] = deque()
         """Draws that the buffer whose state was loaded had made, and not delivered."""
         first = transform if transform_factory is None else transform_factory()
@@ -248,7 +248,7 @@ class ReplayBuffer:
     def _next(self, batch_size: int | None = None) -> Sampled:
         if self._pace.feeders:
             self._pace.feeders.raise_failure()
-        size = self.batch_size if batch_size is None else _count("batch_size", batch_size)
+        size = self.batch_size if batch_size is None else positive("batch_size", batch_size)
         if size is None:
             raise RuntimeError("How many frames? Give batch_size to the buffer, or to sample(batch_size).")
         if self._ahead is None or size != self.batch_size:
@@ -682,12 +682,6 @@ def made(name: str, given: Any, kind: type[Any], default: Callable[[], Any]) -> 
     if not isinstance(result, kind):
         raise TypeError(f"{name} must be a {kind.__name__} or a function that makes one, got {given!r}.")
     return result
-
-
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"{name} must be a positive whole number, got {value!r}.")
-    return int(value)
 
 
 def _tensor(value: Any) -> Tensor:

@@ -28,8 +28,8 @@ class Storage(ABC):
 
     def __init__(self, max_size: int, ndim: int = 1, device: Any = "cpu") -> None:
         """Have room for `max_size` frames, in `ndim` dimensions of which the last is time."""
-        self.max_size = _positive("max_size", max_size)
-        self.ndim = _positive("ndim", ndim)
+        self.max_size = positive("max_size", max_size)
+        self.ndim = positive("ndim", ndim)
         self.device = torch.device("cpu" if device is None else device)
         self.ledger = Ledger()
         self.seams = np.empty(0, bool)
@@ -225,7 +225,8 @@ class ListStorage(Storage):
         return column
 
 
-def _positive(name: str, value: Any) -> int:
+def positive(name: str, value: Any) -> int:
+    """`value` as a number, if it is a positive whole one."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ValueError(f"{name} must be a positive whole number, got {value!r}.")
     return int(value)

@@ -13,7 +13,7 @@ from torch import Tensor
 from swath.data.columns import LazyTensorStorage
 from swath.data.forms import Entries
 from swath.data.prioritized import SAME_WEIGHT, WEIGHT, PrioritizedSampler
-from swath.data.replay_buffer import ReplayBuffer, made
+from swath.data.replay_buffer import DEFAULT_SIZE, ReplayBuffer, made
 from swath.data.storages import ListStorage, Storage
 from swath.keys import as_key
 
@@ -106,7 +106,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         **options: Any,
     ) -> None:
         """Make the sampler for the storage."""
-        kept: Storage = made("storage", storage, Storage, lambda: ListStorage(1000))
+        kept: Storage = made("storage", storage, Storage, lambda: ListStorage(DEFAULT_SIZE))
         sampler = PrioritizedSampler(kept.max_size, alpha, beta, eps, dtype)
         super().__init__(storage=kept, sampler=sampler, **options)
 
@@ -138,7 +138,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         **options: Any,
     ) -> None:
         """Make the sampler for the storage."""
-        kept: Storage = made("storage", storage, Storage, lambda: LazyTensorStorage(1000))
+        kept: Storage = made("storage", storage, Storage, lambda: LazyTensorStorage(DEFAULT_SIZE))
         sampler = PrioritizedSampler(kept.max_size, alpha, beta, eps, reduction=reduction)
         super().__init__(storage=kept, sampler=sampler, **options)
 
