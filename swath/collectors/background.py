@@ -154,6 +154,8 @@ class Background:
         if self.error is not None:
             self.is_reported = True
             _failed.discard(self)
+            if not self.is_here:  # whoever is told of the error may count on the thread's end
+                self._thread.join(STOP_S)
             raise self.error.with_traceback(self._traceback)  # which would grow with each raise
 
     def complain(self) -> None:
