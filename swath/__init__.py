@@ -7,4 +7,7 @@ try:
 except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0.0.0"
 
-__all__ = ["__version__"]
+filter_warnings_subprocess = True
+"""Whether warnings of worker processes are kept quiet; those of swath itself are always shown."""
+
+__all__ = ["__version__", "filter_warnings_subprocess"]

@@ -19,7 +19,6 @@ from swath.collectors.buffer_writer import BufferWriter
 from swath.collectors.config import CollectorConfig, PolicyVersion, refuse_elsewhere
 from swath.collectors.paths import follow
 from swath.collectors.utils import split_trajectories
-from swath.collectors.weights import POLICY_ID, WeightsMail, fitted, for_worker, layers_of
 from swath.data import ReplayBuffer
 from swath.envs import EnvBase, as_env
 from swath.errors import ClosedError, suggestion
@@ -27,7 +26,9 @@ from swath.keys import STEP_COUNT, TRAJ_IDS, nest
 from swath.modules import RandomPolicy, as_policy
 from swath.rollout import FrameBudget, LoopSettings, Receipt, RolloutLoop, Slot
 from swath.rollout.devices import as_device
+from swath.runtime import compiler
 from swath.seeding import checked_seed
+from swath.weights import POLICY_ID, Layout, WeightsMail, fitted, for_worker, layers_of
 
 
 class Collector(BaseCollector):
@@ -44,6 +45,16 @@ class Collector(BaseCollector):
         if type(self) is not Collector:
             refuse_elsewhere(type(self).__name__, options)
         config = self.config_class.from_arguments(type(self).__name__, options)
+        self._begin(config, create_env_fn, policy)
+
+    @classmethod
+    def of(cls, config: CollectorConfig, create_env_fn: Any, policy: Any = None) -> Collector:
+        """A collector from a config that is checked already."""
+        collector = cls.__new__(cls)
+        collector._begin(config, create_env_fn, policy)
+        return collector
+
+    def _begin(self, config: CollectorConfig, create_env_fn: Any, policy: Any) -> None:
         if policy is not None and config.policy_factory is not None:
             raise TypeError("Give either policy or policy_factory, not both.")
         super().__init__(config)
@@ -72,11 +83,11 @@ class Collector(BaseCollector):
             warnings.warn(
                 f"frames_per_batch={config.frames_per_batch} is rounded up to {self.requested_frames_per_batch}, whole "
                 f"steps of {lanes} lanes.",
-                stacklevel=2,
+                stacklevel=3,
             )
         if config.total_frames > 0 and config.total_frames % lanes:
             warnings.warn(
-                f"total_frames={config.total_frames} is rounded up to whole steps of {lanes} lanes.", stacklevel=2
+                f"total_frames={config.total_frames} is rounded up to whole steps of {lanes} lanes.", stacklevel=3
             )
         self._budget = FrameBudget(config.total_frames, lanes)
         self._background: Background | None = None
@@ -206,7 +217,18 @@ class Collector(BaseCollector):
         self._delivered_at = perf_counter()
         return batch
 
-    def _roll_out(self, steps: int, begins: bool = True) -> tuple[Slot, Receipt]:
+    def collect_into(self, slot: Slot, random: bool) -> Receipt:
+        """Fill a slot of somebody else's memory; for those who carry a collector into another process."""
+        with torch.inference_mode(False):
+            receipt = self._roll_out(slot.steps, into=slot, random=random)[1]
+            if self._post_hook is not None:
+                self._post_hook(self._lent(slot, receipt))
+        self._delivered_at = perf_counter()
+        return receipt
+
+    def _roll_out(
+        self, steps: int, begins: bool = True, into: Slot | None = None, random: bool | None = None
+    ) -> tuple[Slot, Receipt]:
         """Fill a slot with `steps` steps, or with what the budget leaves of them; whether a batch `begins` with it."""
         if self.closed:
             raise ClosedError("This collector is shut down; make a new one.")
@@ -221,10 +243,10 @@ class Collector(BaseCollector):
             self._restart(None)
         if begins and self.config.reset_at_each_iter and not self._is_fresh:
             self._restart(None)
-        slot = self._loop.arena.acquire(self._budget.steps(steps) or steps)
+        slot = self._loop.arena.acquire(self._budget.steps(steps) or steps) if into is None else into
         self._is_fresh = False
         try:
-            receipt = self._loop.collect(slot, random=self._acts_at_random())
+            receipt = self._loop.collect(slot, random=self._acts_at_random() if random is None else random)
         except BaseException:  # some lanes have made the step and others not: nothing can go on from here
             self.shutdown(raise_on_error=False)
             raise
@@ -256,19 +278,20 @@ class Collector(BaseCollector):
             yield None
         self._end()
 
-    def fill(self) -> bool:
-        """Collect one batch into the replay buffer; whether there is more to collect."""
+    def fill(self, steps: int | None = None) -> bool:
+        """Collect one batch (of `steps` steps) into the replay buffer; whether there is more to collect."""
         if self._writer is None:
             raise RuntimeError("This collector has no replay buffer to fill; give it one in the constructor.")
         self._must_not_run()
         if self._budget.is_spent:
             self._end()
             return False
+        steps = self.frames_per_batch if steps is None else steps
         with torch.inference_mode(False):
             if self.config.extend_buffer:
-                self._write_once(self._writer, self.frames_per_batch)
+                self._write_once(self._writer, steps)
             else:
-                for step in range(self._budget.steps(self.frames_per_batch)):
+                for step in range(self._budget.steps(steps)):
                     self._write_once(self._writer, 1, begins=step == 0)
                     if self._loop.was_stopped:
                         break
@@ -299,11 +322,14 @@ class Collector(BaseCollector):
         lengths = self._assembler.lengths(count)
         writer.write_episodes(self._deliver(self._assembler.take(count, "cat")), lengths)
 
-    def _end(self) -> None:
+    def finish_episodes(self) -> None:
         """All frames are collected: what is left of episodes is complete enough to write, or given up and counted."""
         if self._writer is not None and self._assembler.ready and not self.closed:
             self._write_episodes(self._writer, self._assembler.ready)
         self._assembler.clear()
+
+    def _end(self) -> None:
+        self.finish_episodes()
         self.shutdown()
 
     # -- in the background -------------------------------------------------------------------------------------
@@ -466,6 +492,10 @@ class Collector(BaseCollector):
         if not isinstance(model, nn.Module) or isinstance(model, RandomPolicy):
             raise RuntimeError(f"{model_id!r} is {type(model).__name__}, which has no weights to update.")
         return model
+
+    def weight_layout(self, model_id: str) -> Layout:
+        """What the weights of a model look like; for those who publish them from another process."""
+        return Layout.of(self._find_model(model_id))
 
     def get_model(self, model_id: str) -> Any:
         """The model of that name: "policy", or a path from the collector."""
@@ -653,6 +683,7 @@ def _check_machine(config: CollectorConfig) -> None:
 def _dressed(policy: Any, config: CollectorConfig) -> Any:
     """The policy as the loop calls it: compiled or recorded as a CUDA graph, if so asked."""
     if config.compile_policy:
+        compiler.make_ready()
         policy = torch.compile(policy, **(config.compile_policy if isinstance(config.compile_policy, dict) else {}))
     if config.cudagraph_policy:
         from tensordict.nn import CudaGraphModule

@@ -6,7 +6,7 @@ import difflib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, TypeAlias, TypeVar
 
 from tensordict import TensorDictBase
@@ -130,7 +130,7 @@ class CollectorConfig:
     def from_arguments(cls: type[Config], owner: str, arguments: Mapping[str, Any]) -> Config:
         """A checked config from keyword arguments; `owner` is the class they were given to."""
         given = _with_new_names(owner, dict(arguments))
-        _check_elsewhere(owner, given)
+        cls._check_elsewhere(owner, given)
         known = {field.name: field for field in fields(cls)}
         unknown = [name for name in given if name not in known]
         if unknown:
@@ -145,16 +145,24 @@ class CollectorConfig:
             given["total_frames"] = -1
         return cls(**given)
 
+    @staticmethod
+    def _check_elsewhere(owner: str, given: dict[str, Any]) -> None:
+        """Take out what chooses another kind of collector, or refuse it."""
+        _check_elsewhere(owner, given)
+
     def __post_init__(self) -> None:
         """Refuse what cannot be right."""
+        self._check_kinds()
+        self._check_values()
+        self._check_pairs()
+        self.devices  # noqa: B018 - raises if one of them is no device
+
+    def _check_kinds(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             check_kind(field.name, value, str(field.type))
             if isinstance(value, Integral) and not isinstance(value, bool):
                 object.__setattr__(self, field.name, int(value))  # numpy's integers cannot be saved with the state
-        self._check_values()
-        self._check_pairs()
-        self.devices  # noqa: B018 - raises if one of them is no device
 
     def _check_values(self) -> None:
         _at_least("frames_per_batch", self.frames_per_batch, 1)
@@ -288,6 +296,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "None": (lambda value: value is None, "None"),
     "bool": (lambda value: isinstance(value, bool), "True or False"),
     "int": (lambda value: isinstance(value, Integral) and not isinstance(value, bool), "a whole number"),
+    "float": (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number"),
     "str": (lambda value: isinstance(value, str), "a string"),
     "dict": (lambda value: isinstance(value, Mapping), "a dict"),
     "Callable": (callable, "callable"),

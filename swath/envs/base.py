@@ -131,6 +131,10 @@ class EnvBase:
 
     # -- the array path ----------------------------------------------------------------------------------------
 
+    def new_out_rows(self) -> Rows:
+        """Rows for `reset_into` and `step_into` to write into, where the env does so with the least effort."""
+        return Rows(self.out_leaves, self.batch_size, self.rows_device)
+
     def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
         """Begin a new episode in each of `lanes` and write its first observation into `out`."""
         index = torch.as_tensor(list(lanes), device=self.rows_device)
@@ -380,7 +384,7 @@ class EnvBase:
 
     def _out(self) -> Rows:
         if self._out_rows is None:
-            self._out_rows = Rows(self.out_leaves, self.batch_size, self.rows_device)
+            self._out_rows = self.new_out_rows()
         return self._out_rows
 
     def _take_actions(self, tensordict: TensorDictBase) -> Rows:

@@ -47,6 +47,8 @@ class GymLanes:
         self._actions = actions
         self._steps = [env.step for env in self.envs]
         self._seeds: list[int | None] = [None] * len(self.envs)
+        self.failed = 0
+        """The lane whose env has raised last."""
         self._bound_action: Rows | None = None
         self._bound_out: Rows | None = None
 
@@ -60,6 +62,7 @@ class GymLanes:
                 seed, self._seeds[lane] = self._seeds[lane], None
                 self._write(lane, self.envs[lane].reset(seed=seed)[0])
         except Exception as error:
+            self.failed = lane
             annotate(error, f"Raised in reset() of lane {lane}, {self.envs[lane]}. {HINT}")
             raise
 
@@ -88,6 +91,7 @@ class GymLanes:
                 if over or cut:
                     finished = True
         except Exception as error:
+            self.failed = lane
             annotate(error, f"Raised in step({act!r}) of lane {lane}, {self.envs[lane]}. {HINT}")
             raise
         return finished

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from swath.envs.adapt import as_env
 from swath.envs.base import EnvBase, make_all, must_differ
 from swath.envs.gym import GymEnv
 from swath.envs.lanes import GymLanes
+from swath.envs.layout import Layout, must_agree
 from swath.envs.rows import Leaf, Rows
 from swath.errors import annotate
 from swath.keys import Key
@@ -37,13 +37,12 @@ class SerialEnv(EnvBase):
         device: torch.device | str | None = None,
     ) -> None:
         """Build the envs: `create_env_fn` is one factory for all, or a list with one for each."""
-        factories = _one_each("create_env_fn", create_env_fn, num_workers)
-        kwargs = _one_each("create_env_kwargs", create_env_kwargs or {}, num_workers)
+        factories = one_each("create_env_fn", create_env_fn, num_workers)
+        kwargs = one_each("create_env_kwargs", create_env_kwargs or {}, num_workers)
         self.envs = make_all([partial(as_env, f, k) for f, k in zip(factories, kwargs, strict=True)])
         must_differ(self.simulators, "SerialEnv(4, lambda: GymEnv('CartPole-v1'))")
         first = self.envs[0]
-        for index, env in enumerate(self.envs):
-            _must_agree(first, env, index)
+        must_agree("SerialEnv", [Layout.of(env) for env in self.envs])
         super().__init__(
             first.observation_space,
             first.action_space,
@@ -75,7 +74,11 @@ class SerialEnv(EnvBase):
     def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
         """Begin new episodes in `lanes`, each in the env that it belongs to."""
         if self._lanes is not None:
-            self._lanes.reset_into(lanes, out)
+            try:
+                self._lanes.reset_into(lanes, out)
+            except Exception as error:
+                self._name(error, self._lanes.failed // self.envs[0].num_lanes)
+                raise
             return
         if out is not self._bound_out:
             self._bind_out(out)
@@ -83,21 +86,31 @@ class SerialEnv(EnvBase):
         for index, (env, part) in enumerate(zip(self.envs, self._outs, strict=True)):
             own = [lane - index * size for lane in lanes if lane // size == index]
             if own:
-                with self._naming(index):
+                try:
                     env.reset_into(own, part)
+                except Exception as error:
+                    self._name(error, index)
+                    raise
 
     def step_into(self, action: Rows, out: Rows) -> bool:
         """Step every env on its part of the rows."""
         if self._lanes is not None:
-            return self._lanes.step_into(action, out)
+            try:
+                return self._lanes.step_into(action, out)
+            except Exception as error:
+                self._name(error, self._lanes.failed // self.envs[0].num_lanes)
+                raise
         if action is not self._bound_action:
             self._actions, self._bound_action = self._split(action), action
         if out is not self._bound_out:
             self._bind_out(out)
         finished = False
         for index, env in enumerate(self.envs):
-            with self._naming(index):
+            try:
                 finished |= env.step_into(self._actions[index], self._outs[index])
+            except Exception as error:
+                self._name(error, index)
+                raise
         return finished
 
     def _bind_out(self, out: Rows) -> None:
@@ -108,14 +121,9 @@ class SerialEnv(EnvBase):
         size, shape = self.envs[0].num_lanes, tuple(self.envs[0].batch_size)
         return [rows.part(i * size, (i + 1) * size, shape) for i in range(len(self.envs))]
 
-    @contextmanager
-    def _naming(self, index: int) -> Iterator[None]:
+    def _name(self, error: Exception, index: int) -> None:
         """Add to an error in which env it was raised."""
-        try:
-            yield
-        except Exception as error:
-            annotate(error, f"This was env {index} of {self!r}.")
-            raise
+        annotate(error, f"This was env {index} of {self!r}.")
 
     def _set_seeds(self, seeds: list[int]) -> None:
         if self._lanes is not None:
@@ -134,7 +142,8 @@ class SerialEnv(EnvBase):
         return f"SerialEnv({len(self.envs)}, {self.envs[0]!r})"
 
 
-def _one_each(name: str, given: Any, count: int) -> list[Any]:
+def one_each(name: str, given: Any, count: int) -> list[Any]:
+    """`given` for each of `count` envs, or the list of them that was given."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"num_workers must be a positive whole number, got {count!r}.")
     if isinstance(given, Sequence) and not isinstance(given, str):
@@ -142,19 +151,6 @@ def _one_each(name: str, given: Any, count: int) -> list[Any]:
             raise ValueError(f"{name} has {len(given)} elements for num_workers={count}.")
         return list(given)
     return [given] * count
-
-
-def _must_agree(first: EnvBase, env: EnvBase, index: int) -> None:
-    for what, wanted, given in (
-        ("batch_size", first.batch_size, env.batch_size),
-        ("observations", first.out_leaves, env.out_leaves),
-        ("actions", first.actions.leaves, env.actions.leaves),
-    ):
-        if wanted != given:
-            raise ValueError(
-                f"SerialEnv needs envs of one layout, but env {index} ({env!r}) differs from env 0 ({first!r}) in its "
-                f"{what}: {given} instead of {wanted}."
-            )
 
 
 def _merged(envs: Sequence[EnvBase]) -> GymLanes | None:

@@ -41,7 +41,10 @@ class SpecActions(ActionCodec):
         self.categorical = False
         self.entries = []
         self.leaves = leaves
-        self._env = env
+        lane = env.full_action_spec
+        for _ in env.batch_size:
+            lane = lane[0]
+        self._lane_spec = lane  # not the env: what the actions look like may have to travel without it
 
     def draw(
         self, leaves: dict[Key, Leaf], steps: int, lanes: int, generator: torch.Generator | None
@@ -50,7 +53,7 @@ class SpecActions(ActionCodec):
         with torch.random.fork_rng(enabled=generator is not None):
             if generator is not None:
                 torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
-            drawn = self._env.full_action_spec.expand(steps, *self._env.batch_size).rand()
+            drawn = self._lane_spec.expand(steps, lanes).rand()
         return {key: drawn.get(key).reshape(steps, lanes, *leaf.shape).to(leaf.dtype) for key, leaf in leaves.items()}
 
 

@@ -37,6 +37,11 @@ class TrajectoryIds:
             self.current[lane] = self._worker + self.count
             self.count += 1
 
+    def renumber(self, worker: int) -> None:
+        """Number the lanes' trajectories as another worker's, from the first on."""
+        self._worker, self.count = worker << WORKER_BITS, 0
+        self.renew(range(len(self.current)))
+
     def restore(self, count: int) -> None:
         """Go on after `count` ids given out elsewhere: none of them is used again."""
         self.count = count
@@ -78,6 +83,11 @@ class TrajectoryAssembler:
     def ready(self) -> int:
         """How many complete episodes wait to be taken."""
         return len(self._ready)
+
+    @property
+    def open(self) -> list[int]:
+        """The ids of unfinished episodes."""
+        return list(self._open)
 
     @property
     def pending_frames(self) -> int:

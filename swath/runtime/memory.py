@@ -2,8 +2,8 @@
 
 NOTE [Unnamed memory]: a block is an open file that has no name: a memfd, or a file that was unlinked as it was made.
 Whoever was handed the descriptor can map it, nobody else can find it, and the system frees it when the last process
-that has it ends, however it ends. Nothing can be left behind. Descriptors travel with a process that is being started,
-or later through the sockets of `multiprocessing`; a forked child simply has them.
+that has it ends, however it ends. Nothing can be left behind. Descriptors travel through the channels of our own
+workers, or through the sockets of `multiprocessing` to processes that it has started; a forked child simply has them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from swath.runtime import descriptors
 
 PAGE = mmap.PAGESIZE
 
@@ -51,6 +53,10 @@ class Block:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel as a descriptor."""
+        luggage = descriptors.leaving()
+        if luggage is not None:
+            luggage.append(self.fd)
+            return _arrived, (len(luggage) - 1,)
         return _rebuilt, (reduction.DupFd(self.fd),)
 
     def __del__(self) -> None:
@@ -90,6 +96,10 @@ class FileBlock(Block):
 
 def _rebuilt(handle: Any) -> Block:
     return Block(handle.detach())
+
+
+def _arrived(place: int) -> Block:
+    return Block(descriptors.claimed(place))
 
 
 def page_aligned(offset: int) -> int:

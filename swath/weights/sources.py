@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
@@ -110,43 +111,56 @@ def fitted(model: nn.Module, source: Any) -> tuple[nn.Module, dict[str, Any]]:
         target = targets[name]
         if not isinstance(target, Tensor):
             continue  # a module's extra state, which only the module understands
-        if not isinstance(value, Tensor):
-            raise TypeError(f"The weight {name!r} must be a tensor, got {type(value).__name__}: {value!r}.")
-        if target.shape != value.shape:
-            raise ValueError(f"The weight {name!r} has shape {tuple(target.shape)}, got {tuple(value.shape)}.")
+        check_weight(name, value, target.shape)
     return layer, weights
 
 
-Ready = list[tuple[nn.Module, dict[str, Any]]]
-"""Modules, and the weights that they are to take."""
+@dataclass(frozen=True)
+class Layout:
+    """What a model's weights look like, for those who do not have the model."""
+
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    """Shape and dtype by name."""
+    extras: tuple[str, ...] = ()
+    """Names of what only the module understands: its extra state."""
+    prefixes: tuple[str, ...] = ("",)
+    """What comes before the names of the modules that the model only wraps."""
+
+    @staticmethod
+    def of(model: nn.Module) -> Layout:
+        """The layout of `model`."""
+        state = model.state_dict()
+        tensors = {name: (tuple(w.shape), w.dtype) for name, w in state.items() if isinstance(w, Tensor)}
+        prefixes = []
+        for layer in layers_of(model):
+            known = layer.state_dict()
+            first = next(iter(known), None)
+            outer = next((name for name in state if first is not None and name.endswith(first)), "")
+            prefixes.append(outer[: len(outer) - len(first or "")])
+        return Layout(tensors, tuple(name for name in state if name not in tensors), tuple(dict.fromkeys(prefixes)))
+
+    def named(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """`weights` by the model's own names. Raises if anything does not fit."""
+        known = {*self.tensors, *self.extras}
+        for prefix in self.prefixes:
+            if all(prefix + name in known for name in weights):
+                break
+        else:
+            name = next(name for name in weights if name not in known)
+            raise KeyError(f"The model has no weight {name!r}.{suggestion(name, known)}")
+        named = {prefix + name: value for name, value in weights.items()}
+        for name, (shape, _) in self.tensors.items():
+            if name in named:
+                check_weight(name, named[name], shape)
+        return named
 
 
-class WeightsMail:
-    """Weights on their way to a collector that runs in another thread: whole, and only the newest."""
-
-    def __init__(self) -> None:
-        """Begin with nothing on the way."""
-        self._lock = threading.Lock()
-        self._newest: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
-        self._sent = 0
-
-    def send(self, ready: Ready) -> None:
-        """Leave copies of the weights: the trainer goes on changing its own."""
-        copies = [(m, {n: w.clone() if isinstance(w, Tensor) else w for n, w in ws.items()}) for m, ws in ready]
-        with self._lock:
-            for module, weights in copies:
-                former = self._newest.get(id(module), (module, {}))[1]
-                self._newest[id(module)] = (module, {**former, **weights})
-            self._sent += 1
-
-    def fetch(self) -> list[Ready]:
-        """What has come since the last time, as if each had been taken on its own: older ones change nothing."""
-        if not self._sent:
-            return []
-        with self._lock:
-            newest, sent = list(self._newest.values()), self._sent
-            self._newest, self._sent = {}, 0
-        return [[] for _ in range(sent - 1)] + [newest]
+def check_weight(name: str, value: Any, shape: Sequence[int]) -> None:
+    """Raise unless `value` is a tensor of that shape."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"The weight {name!r} must be a tensor, got {type(value).__name__}: {value!r}.")
+    if tuple(shape) != tuple(value.shape):
+        raise ValueError(f"The weight {name!r} has shape {tuple(shape)}, got {tuple(value.shape)}.")
 
 
 def warn_of_old_name() -> None:

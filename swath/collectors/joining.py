@@ -1,0 +1,94 @@
+"""Putting the parts of several workers together to one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+
+from swath.collectors.workers import Work
+from swath.keys import MASK, TRAJ_IDS, Key, nest
+from swath.rollout import PADDING_ID
+
+STACK = "stack"
+
+
+def named(entries: dict[Key, torch.Tensor], batch_size: Sequence[int]) -> TensorDictBase:
+    """A batch whose last dimension is time."""
+    names = [*(None,) * (len(batch_size) - 1), "time"]
+    return TensorDict(nest(entries), batch_size=tuple(batch_size), names=names)
+
+
+def alone(work: Work, keys: Sequence[Key], batch_size: tuple[int, ...]) -> TensorDictBase:
+    """The batch of one worker: `[*batch_size, T]`, over the memory of its slot."""
+    assert work.slot is not None and work.receipt is not None
+    steps = work.receipt.steps
+    return named(work.slot.lend(keys, steps), (*batch_size, steps))
+
+
+def joined(works: Sequence[Work], keys: Sequence[Key], batch_size: tuple[int, ...], how: Any) -> TensorDictBase:
+    """The parts of all `works` in one batch; `how` is "stack" or a dimension.
+
+    Parts that lie in one slot and are full are joined already: the batch is a view of that slot.
+    """
+    slot = works[0].slot
+    assert slot is not None
+    full = all(work.receipt is not None and work.receipt.steps == slot.steps for work in works)
+    is_one = all(work.slot is slot for work in works)
+    if is_one and len(works) == slot.batch_size[0]:
+        whole = named(slot.lend(keys, slot.steps), (*slot.batch_size, slot.steps))
+        if full:
+            return whole if how == STACK else _concatenated_view(whole, how)
+        return _with_gaps(whole, works, how)
+    if is_one:  # a worker was dropped while its part was under way
+        whole = named(slot.lend(keys, slot.steps), (*slot.batch_size, slot.steps))
+        rows = [work.first_row // max(1, slot.lanes // slot.batch_size[0]) for work in works]
+        kept = whole[torch.as_tensor(rows)]
+        kept.names = [*(None,) * (kept.ndim - 1), "time"]
+        if full:
+            return kept if how == STACK else _concatenated_view(kept, how)
+        return _with_gaps(kept, works, how)
+    parts = [alone(work, keys, batch_size) for work in works]
+    if how != STACK:
+        return _concatenated(parts, how)
+    if len({part.shape for part in parts}) == 1:
+        stacked: TensorDictBase = torch.stack(parts, 0)
+        stacked.names = [*(None,) * (stacked.ndim - 1), "time"]
+        return stacked
+    return LazyStackedTensorDict(*parts, stack_dim=0)
+
+
+def _concatenated_view(whole: TensorDictBase, dim: int) -> TensorDictBase:
+    """`[B, *P, T]` with the workers' dimension in another: without a copy where memory allows it."""
+    if whole.ndim == 2:  # [B, T]: either way one after the other
+        return _renamed(whole.reshape(-1))
+    if dim in (0, -whole.ndim + 1):
+        return _renamed(whole.flatten(0, 1))
+    return _concatenated(list(whole.unbind(0)), dim)
+
+
+def _concatenated(parts: list[TensorDictBase], dim: int) -> TensorDictBase:
+    return _renamed(torch.cat(parts, dim))
+
+
+def _renamed(batch: TensorDictBase) -> TensorDictBase:
+    batch.names = [*(None,) * (batch.ndim - 1), "time"]
+    return batch
+
+
+def _with_gaps(whole: TensorDictBase, works: Sequence[Work], how: Any) -> TensorDictBase:
+    """A batch of workers of which some have stopped early: their missing frames are marked, or left out."""
+    steps = [work.receipt.steps if work.receipt is not None else 0 for work in works]
+    if how != STACK and (whole.ndim == 2 or how in (-1, whole.ndim - 2)):
+        return _concatenated([part[..., :count] for part, count in zip(whole.unbind(0), steps, strict=True)], how)
+    time = torch.arange(whole.shape[-1])
+    here = time < torch.tensor(steps).view(-1, *(1,) * (whole.ndim - 1))  # [B, 1.., T]
+    mask = here.expand(whole.shape).clone()
+    if (idle := whole.get(MASK, None)) is not None:
+        mask &= idle
+    if (ids := whole.get(TRAJ_IDS, None)) is not None:
+        ids.masked_fill_(~mask, PADDING_ID)
+    whole.set(MASK, mask)
+    return whole if how == STACK else _concatenated_view(whole, how)

@@ -1,0 +1,757 @@
+"""MultiCollector: collectors in processes of their own, and what is common to their two kinds of delivery."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import os
+import time
+import warnings
+import weakref
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from swath.collectors.base import BaseCollector
+from swath.collectors.board import SharedBudget
+from swath.collectors.config import Hook
+from swath.collectors.messages import Ready, RunFree, Task
+from swath.collectors.multi_config import MultiConfig, factories
+from swath.collectors.utils import split_trajectories
+from swath.collectors.workers import Workers
+from swath.data import ReplayBuffer
+from swath.envs import EnvBase
+from swath.errors import ClosedError
+from swath.keys import TRAJ_IDS
+from swath.rollout import FrameBudget
+from swath.rollout.trajectories import WORKER_BITS
+from swath.seeding import checked_seed, lane_seed, next_seed
+from swath.weights import POLICY_ID, Layout, Publisher, flat_weights, for_worker, layers_of
+
+Made = TypeVar("Made", bound="MultiCollector")
+EXIT_S = 2.0
+"""How long workers may take to close their envs when the interpreter exits."""
+LOOK_AGAIN_S = 0.1
+"""How often a buffer that is being sampled looks whether the workers are well."""
+GATHERED = (
+    "episodes",
+    "idle_frames",
+    "pending_frames",
+    "dropped_frames",
+    "time/env",
+    "time/policy",
+    "time/bookkeeping",
+)
+"""Numbers of the workers that are added up."""
+
+
+class MultiCollector(BaseCollector):
+    """Runs a policy in envs, in several processes; `sync` chooses how their batches are delivered.
+
+    `MultiCollector(..., sync=True)` makes a `MultiSyncCollector`, `sync=False` a `MultiAsyncCollector`. Env factories
+    and policy are sent to the workers by value: no `if __name__ == "__main__"` is needed.
+
+    Args:
+        create_env_fn: a list with a factory for each worker, or one for all, with `num_workers`.
+        policy: what acts; None acts at random. Workers act with copies: `update_policy_weights_` publishes new weights.
+        options: everything else by name; see `MultiConfig` and `CollectorConfig` for what there is.
+    """
+
+    config_class: ClassVar[type[MultiConfig]] = MultiConfig  # type: ignore[assignment]
+    config: MultiConfig
+    is_sync: ClassVar[bool]
+
+    def __new__(cls: type[Made], *args: Any, **options: Any) -> Made:
+        """The kind of collector that `sync` asks for."""
+        if cls is not MultiCollector:
+            return super().__new__(cls)
+        if not isinstance(options.get("sync"), bool):
+            raise TypeError(
+                "MultiCollector needs sync=True (all workers contribute to each batch) or sync=False (first come, "
+                f"first served), got sync={options.get('sync')!r}."
+            )
+        from swath.collectors.multi_async import MultiAsyncCollector
+        from swath.collectors.multi_sync import MultiSyncCollector
+
+        kind: Any = MultiSyncCollector if options["sync"] else MultiAsyncCollector
+        made: Made = kind.__new__(kind)
+        return made
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+        """Check the arguments, start the workers, and wait until each has made its env and policy."""
+        self.closed = True
+        name = type(self).__name__
+        if options.get("sync", self.is_sync) not in (self.is_sync, None):
+            raise TypeError(
+                f"{name} is sync={self.is_sync}, got sync={options['sync']!r}; use MultiCollector to choose."
+            )
+        self._makers = factories(create_env_fn, options.get("num_workers"), name)
+        config = MultiConfig.for_workers(name, len(self._makers), {**options, "sync": self.is_sync})
+        self._check_makers(policy, config)
+        super().__init__(config)
+        self.closed = True  # until there is something to shut down
+        self._post_hook, self._pre_hook = None, None  # workers call them, where the rollouts are
+        self._given_policy = policy
+        self._share_buffer()
+        self._numbers: dict[int, int] = {}
+        self._next_number = config.worker_idx or 0
+        self._seed: tuple[int, bool] | None = None
+        self._sent_policy = _portable(policy)
+        self._workers = Workers(config, self._task, repr(self))
+        self._workers.on_loss = self._lose_episodes
+        self._publisher = Publisher(self._workers.tell)
+        self._batches = 0
+        self._same: TensorDictBase | None = None
+        self._threads: int | None = None
+        self._shared_budget: SharedBudget | None = None
+        self._looked_at = 0.0
+        self._is_reported = False
+        self.closed = False
+        try:
+            self._workers.hire_all()
+            self._begin()
+        except BaseException:
+            self.shutdown(raise_on_error=False)
+            raise
+        if config.num_threads is not None:
+            self._threads = torch.get_num_threads()
+            torch.set_num_threads(config.num_threads)
+        _open.add(self)
+
+    def _check_makers(self, policy: Any, config: MultiConfig) -> None:
+        if policy is not None and config.policy_factory is not None and config.weight_sync_schemes is None:
+            raise TypeError("Give either policy or policy_factory, not both.")
+        for index, maker in enumerate(self._makers):
+            if isinstance(maker, EnvBase) or not callable(maker):
+                raise TypeError(
+                    f"Workers make their envs themselves: create_env_fn must hold functions that return an env, but that "
+                    f"of worker {index} is {type(maker).__name__}: {maker!r}. Write lambda: GymEnv('CartPole-v1')."
+                )
+
+    def _share_buffer(self) -> None:
+        buffer = self.config.replay_buffer
+        if buffer is None:
+            return
+        if not isinstance(buffer, ReplayBuffer):
+            raise TypeError(
+                f"Workers can only write to a buffer that they share: use swath.data.ReplayBuffer(shared=True), got "
+                f"{type(buffer).__name__}."
+            )
+        if not buffer.is_shared:
+            buffer.share()
+
+    def _task(self, index: int, replaces: bool) -> Task:
+        """What a worker is made for."""
+        config, buffer = self.config, self.config.replay_buffer
+        if isinstance(buffer, ReplayBuffer):
+            self._numbers[index] = buffer.enrol()
+        else:
+            self._numbers[index] = self._next_number
+            self._next_number += 1
+        return Task(
+            index=index,
+            number=self._numbers[index],
+            create_env_fn=self._makers[index],
+            policy=None if config.policy_factory is not None else self._sent_policy,
+            config=config.for_worker(index),
+            init_fn=config.init_fn,
+            board=self._workers.board,
+            stores=self._publisher.introduce(index) if replaces else [],
+            seed=self._seed_of_replacement() if replaces else None,
+        )
+
+    def _seed_of_replacement(self) -> tuple[int, bool] | None:
+        """New seeds, by lane, that follow from the one that was set but repeat none of its episodes."""
+        if self._seed is None or self._seed[1]:
+            return self._seed
+        return lane_seed(self._seed[0], self.num_lanes + 1 + self._workers.restarts), False
+
+    def _begin(self) -> None:
+        """What follows from what the workers have said of themselves."""
+        first = self._layout = self._workers.ready[0]
+        for index, ready in self._workers.ready.items():
+            _must_agree(first, ready, index)
+        frames, lanes = self.config.frames_per_batch, self._workers.lanes[0]
+        self._steps = {i: -(-self.config.frames_of(i) // lanes) for i in self._workers.indices}
+        if self.requested_frames_per_batch != (sum(frames) if isinstance(frames, list | tuple) else frames):
+            warnings.warn(
+                f"frames_per_batch={frames} is rounded up to {self.requested_frames_per_batch}, whole steps of {lanes} "
+                "lanes of each worker.",
+                stacklevel=4,
+            )
+        self._budget = FrameBudget(self.config.total_frames, self._unit)
+        if self.config.total_frames > 0 and self.config.total_frames % self._unit:
+            warnings.warn(
+                f"total_frames={self.config.total_frames} is rounded up to whole steps of {self._unit} lanes.",
+                stacklevel=4,
+            )
+        self._publish_first()
+
+    def _publish_first(self) -> None:
+        """Version 0: all workers act with the same weights, also where each has made its own policy."""
+        layout = self._layout.policy
+        if layout is None:
+            return
+        self._publisher.add(POLICY_ID, layout, self._workers.indices)
+        given = self._given_policy
+        if isinstance(given, nn.Module) and not any(map(is_lazy, (*given.parameters(), *given.buffers()))):
+            weights = flat_weights(given)
+        elif isinstance(self.config.policy_factory, list | tuple):
+            return  # they may be meant to differ
+        else:
+            weights = self._workers.ask("policy.state_dict", workers=[0])[0]
+            if isinstance(given, nn.Module):  # it was lazy until a worker has called it
+                _fill_lazy(given, layout, weights)
+        self._publisher.publish(POLICY_ID, layout.named(weights), self._workers.indices)
+
+    # -- what there is -----------------------------------------------------------------------------------------
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are."""
+        return len(self._makers)
+
+    @property
+    def num_lanes(self) -> int:
+        """Over all workers."""
+        return sum(self._workers.lanes.values())
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """The process ids of the workers."""
+        return self._workers.pids
+
+    @property
+    def replay_buffer(self) -> Any:
+        """The buffer that is written to, if there is one."""
+        return self.config.replay_buffer
+
+    @property
+    @abstractmethod
+    def _unit(self) -> int:
+        """The smallest number of frames that can be collected at a time."""
+
+    def frames_per_batch_worker(self, worker_idx: int = 0) -> int:
+        """How many frames a worker contributes to a batch."""
+        return self._steps[worker_idx] * self._workers.lanes[worker_idx]
+
+    # -- collecting --------------------------------------------------------------------------------------------
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Fixed-frame batches until the budget is spent, which ends the workers."""
+        self._must_not_run()
+        if self.config.replay_buffer is not None:
+            return self._fills()
+        return map(self._finished, map(self._taken, self._raw_batches()))
+
+    def _delivered(self) -> Iterator[TensorDictBase | None]:
+        self._must_not_run()
+        return self.iterator() if self.config.replay_buffer is not None else super()._delivered()
+
+    def _finished(self, batch: TensorDictBase) -> TensorDictBase:
+        if self.config.split_trajs:
+            batch = split_trajectories(batch)
+        batch = self._deliver(batch)
+        if not self.config.return_same_td:
+            return batch
+        if self._same is None or self._same.shape != batch.shape:
+            self._same = batch.clone()
+        else:
+            self._same.update_(batch)
+        return self._same
+
+    def _taken(self, batch: TensorDictBase) -> TensorDictBase:
+        """A batch that goes to the user by frames: episodes that are put together must do without those in it."""
+        if self.config.trajs_per_batch is not None:
+            ids = batch.get(TRAJ_IDS).unique().tolist()
+            self._assembler.tear(ids, ids)
+        return batch
+
+    @abstractmethod
+    def _fills(self) -> Iterator[None]:
+        """Batches into the replay buffer, one at a time."""
+
+    def _is_random(self, frames: int) -> bool:
+        """Whether a batch is to be random when so many frames were collected before."""
+        limit = self.config.init_random_frames
+        return bool(limit) and frames < limit
+
+    def _stored(self, batch: TensorDictBase, worker: int = 0) -> TensorDictBase:
+        device = self.config.storing(worker)
+        return batch if device is None else batch.to(device, non_blocking=self.config.no_cuda_sync)
+
+    def _must_be_open(self) -> None:
+        if self._workers.failure is not None:
+            raise self._workers.failure
+        if self.closed:
+            raise ClosedError("This collector is shut down; make a new one.")
+
+    def rollout(self) -> TensorDictBase:
+        """One batch as it was collected, before any post-processing."""
+        self._must_not_run()
+        self._must_be_open()
+        batch = next(self._raw_batches(), None)
+        if batch is None:
+            raise ClosedError("All frames are collected; make a new collector.")
+        return self._taken(batch)
+
+    # -- in the background -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Let the workers collect into the replay buffer on their own, until `total_frames` are collected.
+
+        What goes wrong is raised by `sample()` of the buffer, `is_running()` and `async_shutdown()`.
+        """
+        buffer = self.config.replay_buffer
+        if buffer is None:
+            return super().start()
+        self._must_be_open()
+        if self.config.debug:
+            raise RuntimeError("debug=True runs workers in this process, where they cannot collect in the background.")
+        if self._workers.free is not None:
+            return
+        self._iterating, self._stream = True, None
+        left = -1 if self._budget.is_endless else max(0, self.config.total_frames - self._budget.spent)
+        self._shared_budget = SharedBudget(left, self.num_workers)
+        buffer.attach(self)
+        self._workers.run_free(RunFree(self._shared_budget))
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """A context in which background collection rests: nothing is written."""
+        if self._workers.free is None:
+            raise RuntimeError("pause() is for a collector that runs in the background: start() it first.")
+        with self._at_rest():
+            yield
+
+    @contextlib.contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """A context in which no worker collects on its own."""
+        if self._workers.free is None or self.closed:
+            yield
+            return
+        self._workers.rest()
+        try:
+            yield
+        finally:
+            if not self.closed and self._workers.failure is None:
+                self._workers.go_on()
+
+    def is_running(self) -> bool:
+        """Whether workers collect in the background; raises what went wrong there."""
+        if self._workers.free is None or self.closed:
+            self._raise_again()
+            return False
+        self._attend()
+        return not self._is_spent()
+
+    def _is_spent(self) -> bool:
+        return self._workers.spent >= set(self._workers.indices)
+
+    def is_feeding(self) -> bool:
+        """Whether more frames may come into the replay buffer. For the buffer; users ask `is_running`."""
+        return self._workers.free is not None and not self.closed and not self._is_spent()
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong in a worker. For the buffer, which asks whenever it is sampled."""
+        self._raise_again()
+        now = time.monotonic()
+        if not self.closed and now - self._looked_at > LOOK_AGAIN_S:
+            self._attend()
+            self._looked_at = now
+
+    def _attend(self) -> None:
+        """See to what has come from the workers, without waiting."""
+        try:
+            self._workers.attend(0.0)
+        except BaseException as error:
+            self._is_reported = True
+            self.shutdown(raise_on_error=False)
+            raise error
+
+    def _raise_again(self) -> None:
+        if self._workers.failure is not None:
+            self._is_reported = True
+            raise self._workers.failure
+
+    def _must_not_run(self) -> None:
+        if self._workers.free is not None and not self.closed:
+            raise RuntimeError("This collector runs in the background: sample from its replay buffer.")
+
+    # -- weights -----------------------------------------------------------------------------------------------
+
+    def _update_weights(self, requested: dict[str, Any], worker_ids: Sequence[int] | None) -> None:
+        self._must_be_open()
+        self._attend()
+        everyone = self._workers.indices
+        is_for_all = worker_ids is None and all(for_worker({m: s}, -1) for m, s in requested.items())
+        if is_for_all:
+            ready = {model_id: self._weights_from(model_id, source) for model_id, source in requested.items()}
+            self._publisher.version += 1
+            for model_id, weights in ready.items():
+                self._publisher.publish(model_id, weights, everyone)
+            return
+        chosen = everyone if worker_ids is None else list(worker_ids)
+        if unknown := [index for index in chosen if index not in range(self.num_workers)]:
+            raise ValueError(f"worker_ids={unknown} do not exist: there are {self.num_workers} workers.")
+        each = {
+            index: {m: self._weights_from(m, source) for m, source in for_worker(requested, index).items()}
+            for index in chosen
+        }
+        self._publisher.version += 1
+        for index, models in each.items():
+            for model_id, weights in models.items():
+                self._publisher.publish_to(index, model_id, weights)
+
+    def _weights_from(self, model_id: str, source: Any) -> dict[str, Any]:
+        """Weights by the names that the workers' model has for them."""
+        if not self._publisher.knows(model_id):
+            if model_id == POLICY_ID:
+                raise RuntimeError("'policy' acts at random: it has no weights to update.")
+            layout = self._workers.ask("weight_layout", [model_id], workers=self._workers.indices[:1])
+            self._publisher.add(model_id, next(iter(layout.values())), self._workers.indices)
+        if source is None:
+            if not isinstance(self._given_policy, nn.Module):
+                raise RuntimeError(
+                    "Workers have made the policy themselves, so that there is none here to take weights from: give them, "
+                    "as in update_policy_weights_(policy)."
+                )
+            source = self._given_policy
+        return self._publisher.layout(model_id).named(flat_weights(source))
+
+    @property
+    def policy_version(self) -> int:
+        """How often weights were published; the frames tell with which version they were made."""
+        return self._publisher.version
+
+    def get_policy_version(self) -> int:
+        """The same as `policy_version`."""
+        return self.policy_version
+
+    def increment_version(self) -> None:
+        """Publish the weights that workers have under the next version."""
+        self.update_policy_weights_(weights={POLICY_ID: None}[POLICY_ID])
+
+    # -- control -----------------------------------------------------------------------------------------------
+
+    def _ask(self, path: str, *args: Any, **options: Any) -> dict[int, Any]:
+        """What each worker answers to a call of `path`."""
+        self._must_be_open()
+        try:
+            return self._workers.ask(path, args, **options)
+        except BaseException:
+            if self._workers.failure is not None:
+                self.shutdown(raise_on_error=False)
+            raise
+
+    def reset(self, index: Any = None, reset_idx: Any = None) -> None:
+        """Begin new episodes with new ids: in all workers, or in those of `index` (indices, or True for each)."""
+        chosen = reset_idx if index is None else index
+        workers = None
+        if chosen is not None:
+            given = list(chosen)
+            if given and all(isinstance(choice, bool) for choice in given):
+                if len(given) != self.num_workers:
+                    raise ValueError(f"reset() got {len(given)} choices for {self.num_workers} workers.")
+                given = [number for number, choice in enumerate(given) if choice]
+            workers = [int(number) for number in given]
+        with self._at_rest():
+            self._ask("reset", workers=workers)
+            for worker in self._workers.indices if workers is None else workers:
+                self._lose_episodes(worker)
+
+    def _lose_episodes(self, worker: int) -> None:
+        """The open episodes of a worker will never be complete."""
+        number = self._numbers[worker]
+        self._assembler.drop([name for name in list(self._assembler.open) if name >> WORKER_BITS == number])
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed every lane of every worker, and begin new episodes: the next batch depends on `seed` alone."""
+        seed = checked_seed(seed)
+        self._must_be_open()
+        self._seed = (seed, static_seed)
+        with self._at_rest():
+            self._ask("set_seed", seed, static_seed, clears=True)
+            self._discard()
+        return next_seed(seed, self.num_lanes, static_seed)
+
+    def _discard(self) -> None:
+        """Give up what was collected and not delivered."""
+        for work in self._workers.done:
+            self._workers.discarded_frames += 0 if work.receipt is None else work.receipt.frames
+        self._workers.done.clear()
+        self._assembler.clear()
+
+    def getattr_policy(self, name: str) -> Any:
+        """An attribute of worker 0's policy, by path."""
+        return self._first("getattr_policy", name)
+
+    def getattr_env(self, name: str) -> Any:
+        """An attribute of worker 0's env, by path."""
+        return self._first("getattr_env", name)
+
+    def getattr_rb(self, name: str) -> Any:
+        """An attribute of the replay buffer, by path."""
+        from swath.collectors.paths import follow
+
+        return follow(self.config.replay_buffer, name)
+
+    def _first(self, path: str, *args: Any) -> Any:
+        return next(iter(self._ask(path, *args, workers=self._workers.indices[:1]).values()))
+
+    def get_distant_attr(self, path: str) -> list[Any]:
+        """The object at `path`, of each worker's collector."""
+        return list(self._ask("get_distant_attr", path).values())
+
+    def cascade_execute(self, path: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call the method at `path` in each worker's collector."""
+        return list(self._ask(path, *args, kwargs=kwargs).values())
+
+    def map_fn(
+        self,
+        name: str,
+        list_of_args: Sequence[Sequence[Any]],
+        list_of_kwargs: Sequence[dict[str, Any]] | None = None,
+    ) -> list[Any]:
+        """Call the method at `name` in each worker's collector, with arguments of its own."""
+        kwargs = [{}] * len(list_of_args) if list_of_kwargs is None else list_of_kwargs
+        if not len(list_of_args) == len(kwargs) == self.num_workers:
+            raise ValueError(
+                f"map_fn needs arguments for each of {self.num_workers} workers, got {len(list_of_args)} and {len(kwargs)}."
+            )
+        self._must_be_open()
+        calls = {index: (tuple(list_of_args[index]), dict(kwargs[index])) for index in self._workers.indices}
+        return list(self._workers.ask_each(name, calls).values())
+
+    @property
+    def pre_collect_hook(self) -> Any:
+        """Called in the workers before every rollout."""
+        return self.config.pre_collect_hook
+
+    @property
+    def post_collect_hook(self) -> Hook | None:
+        """Called in the workers with every batch of theirs."""
+        return self.config.post_collect_hook
+
+    def set_post_collect_hook(self, hook: Hook | None) -> None:
+        """Replace the hook that workers call with every batch."""
+        self._ask("set_post_collect_hook", hook)
+
+    def enable_profile(self, **options: Any) -> None:
+        """Trace the first rollouts of the chosen workers; see `ProfileConfig` for the options."""
+        if self._iterating:
+            raise RuntimeError("enable_profile must be called before the first batch is collected.")
+        self._ask("enable_profile", kwargs=options)
+
+    def disable_profile(self) -> None:
+        """Stop tracing."""
+        self._ask("disable_profile")
+
+    def fake_tensordict(self) -> Any:
+        """Not to be had: the layout is known, but a batch may be of one worker or of several."""
+        raise NotImplementedError(f"{type(self).__name__} has no fake_tensordict(); a Collector has.")
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, and the state of each worker; see `Collector.state_dict`. May be asked for at any moment."""
+        with self._at_rest():
+            states = self._ask("state_dict")
+        return {
+            **{f"worker{index}": state for index, state in states.items()},
+            "frames": self._frames,
+            "iter": self._batches,
+            "traj_pool": self._next_number,
+            "policy_version": self._publisher.version,
+            "trajectories": self._assembler.state_dict(),
+            "undelivered_frames": self._undelivered_frames,
+        }
+
+    @property
+    def _undelivered_frames(self) -> int:
+        return sum(work.receipt.frames for work in self._workers.done if work.receipt is not None)
+
+    @property
+    def _frames(self) -> int:
+        """How many frames were delivered, or written to the buffer."""
+        return self._budget.spent + (0 if self._shared_budget is None else self._shared_budget.spent)
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Go on with the saved counters and weights, in new episodes with new ids."""
+        self._must_be_open()
+        indices = self._workers.indices
+        missing = [key for key in ("frames", "iter", *(f"worker{i}" for i in indices)) if key not in state_dict]
+        if missing or f"worker{self.num_workers}" in state_dict:
+            saved = sum(key.startswith("worker") for key in state_dict)
+            raise KeyError(
+                f"This is no state of a collector with {self.num_workers} workers: it has {saved}"
+                f"{', and no ' + ', '.join(missing) if missing else ''}."
+            )
+        with self._at_rest():
+            calls = {index: ((state_dict[f"worker{index}"],), {"strict": strict}) for index in indices}
+            self._workers.ask_each("load_state_dict", calls, clears=True)
+            self._discard()
+            self._renumber(state_dict.get("traj_pool", 0))
+            self._load_weights({index: state_dict[f"worker{index}"] for index in indices}, state_dict)
+        self._budget.spent = state_dict["frames"]
+        self._batches = state_dict["iter"]
+        self._workers.discarded_frames += state_dict.get("undelivered_frames", 0)
+        if "trajectories" in state_dict:
+            self._assembler.load_state_dict(state_dict["trajectories"])
+            self._assembler.drop()  # their episodes cannot be gone on with
+
+    def _renumber(self, used: int) -> None:
+        """No trajectory may have an id that one of the saved collector has."""
+        if isinstance(self.config.replay_buffer, ReplayBuffer):
+            return  # which has given each of us a number of its own
+        self._next_number = max(self._next_number, used)
+        for index in self._workers.indices:
+            self._numbers[index] = self._next_number
+            self._next_number += 1
+            self._ask("_loop.lanes.ids.renumber", self._numbers[index], workers=[index])
+
+    def _load_weights(self, states: dict[int, dict[str, Any]], saved: dict[str, Any]) -> None:
+        """Publish what the workers have loaded, so that those to come get it too."""
+        version = saved.get("policy_version", 0)
+        weights = {i: state["policy_state_dict"] for i, state in states.items() if "policy_state_dict" in state}
+        if not weights or self._layout.policy is None:
+            self._publisher.version = version
+            return
+        first = weights[min(weights)]
+        self._publisher.reset(POLICY_ID, first, version, self._workers.indices)
+        for index, own in weights.items():
+            if any(not torch.equal(own[name], first[name]) for name in self._layout.policy.tensors):
+                self._publisher.publish_to(index, POLICY_ID, own)
+
+    def stats(self, workers: str = "aggregate") -> dict[str, Any]:
+        """Frames, episodes, recent returns, and how the workers are, as a flat dict of numbers.
+
+        Args:
+            workers: "aggregate" for all together, "per_worker" for each (as `worker_0/frames`), or "both".
+        """
+        if workers not in ("aggregate", "per_worker", "both"):
+            raise ValueError(f'stats(workers=...) must be "aggregate", "per_worker" or "both", got {workers!r}.')
+        rows = {index: self._workers.board.row(index) for index in range(self.num_workers)}
+        told: dict[str, Any] = {}
+        if workers != "per_worker":
+            told.update(self._gathered(list(rows.values())))
+        if workers != "aggregate":
+            told.update({f"worker_{i}/{name}": value for i, row in rows.items() for name, value in row.items()})
+        return told
+
+    def _gathered(self, rows: list[dict[str, float]]) -> dict[str, Any]:
+        assembler, workers = self._assembler, self._workers
+        total = {name: sum(row[name] for row in rows) for name in GATHERED}
+        told: dict[str, Any] = {
+            **{name: value if name.startswith("time") else int(value) for name, value in total.items()},
+            "frames": self._frames,
+            "batches": self._batches,
+            "total_frames": self.config.total_frames,
+            "completed": not self._budget.is_endless and self._frames >= self.config.total_frames,
+            "requested_frames_per_batch": self.requested_frames_per_batch,
+            "policy_version": self._publisher.version,
+            "pending_frames": int(total["pending_frames"]) + assembler.pending_frames,
+            "dropped_frames": int(total["dropped_frames"]) + assembler.dropped + workers.discarded_frames,
+            "lost_frames": workers.lost_frames,
+            "workers": self.num_workers,
+            "workers_alive": 0 if self.closed else workers.alive,
+            "worker_restarts": workers.restarts,
+        }
+        if not total["idle_frames"]:
+            del told["idle_frames"]
+        if busy := [row for row in rows if row["episodes"]]:
+            told["mean_return"] = sum(row["mean_return"] for row in busy) / len(busy)
+            told["mean_length"] = sum(row["mean_length"] for row in busy) / len(busy)
+        return told
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """End the workers, within `timeout` seconds whatever they do; see NOTE [Shutdown]."""
+        if not close_env:
+            raise RuntimeError("The envs of worker processes end with them: shutdown(close_env=False) cannot be.")
+        if self.closed:
+            return
+        self.closed = True
+        self._stream = None
+        failure: BaseException | None = None
+        if self._workers.free is not None and raise_on_error and self._workers.failure is None:
+            try:
+                self._workers.attend(0.0)  # a worker may have failed that nobody has asked for
+            except Exception as error:
+                failure = error
+        self._workers.shutdown(timeout)
+        if isinstance(self.config.replay_buffer, ReplayBuffer) and self._workers.free is not None:
+            self.config.replay_buffer.detach(self)
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+            self._threads = None
+        if failure is not None and not self._is_reported:
+            self._is_reported = True
+            raise failure
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """Shut down a collector that was started in the background; raises what went wrong there."""
+        unreported = self._workers.failure is not None and not self._is_reported
+        self.shutdown(timeout, close_env)
+        if unreported:
+            self._raise_again()
+
+    def __del__(self) -> None:
+        """End the workers of a collector that everybody has forgotten."""
+        if not getattr(self, "closed", True):
+            with contextlib.suppress(Exception):
+                self.shutdown(raise_on_error=False)
+
+    def __repr__(self) -> str:
+        """Workers and size of the batches."""
+        return (
+            f"{type(self).__name__}({len(self._makers)} workers, policy={type(self._given_policy).__name__}, "
+            f"frames_per_batch={self.config.frames_per_batch}, total_frames={self.config.total_frames})"
+        )
+
+
+def _portable(policy: Any) -> Any:
+    """The policy as it is sent to workers: from an accelerator's memory it goes by way of the CPU's."""
+    if isinstance(policy, nn.Module):
+        tensors = (*policy.parameters(), *policy.buffers())
+        if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors):
+            return copy.deepcopy(policy).to("cpu")
+    return policy
+
+
+def _fill_lazy(policy: nn.Module, layout: Layout, weights: dict[str, Any]) -> None:
+    """Give a lazy policy the shapes and weights that a worker's copy got in its first call."""
+    for layer, prefix in zip(reversed(list(layers_of(policy))), reversed(layout.prefixes), strict=False):
+        layer.load_state_dict({name.removeprefix(prefix): w for name, w in weights.items()})
+        return
+
+
+def _must_agree(first: Ready, ready: Ready, index: int) -> None:
+    for what, wanted, given in (
+        ("batch_size", first.batch_size, ready.batch_size),
+        ("entries", first.leaves, ready.leaves),
+    ):
+        if wanted != given:
+            raise ValueError(
+                f"All workers must produce batches of one layout, but worker {index} ({ready.env}) differs from worker 0 "
+                f"({first.env}) in its {what}: {given} instead of {wanted}."
+            )
+
+
+_open: weakref.WeakSet[MultiCollector] = weakref.WeakSet()
+_owner = os.getpid()
+
+
+@atexit.register
+def _shut_down_forgotten() -> None:
+    """Before the interpreter is taken down: workers get the chance to close their envs."""
+    if os.getpid() == _owner:
+        for collector in list(_open):
+            collector.shutdown(timeout=EXIT_S, raise_on_error=False)

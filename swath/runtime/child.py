@@ -1,0 +1,138 @@
+"""What a worker process does first, before it runs what it was made for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from swath.runtime.channel import Channel, ChannelClosedError
+from swath.runtime.faults import Failure
+
+PR_SET_PDEATHSIG = 1
+Target = Callable[[Channel], None]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a process should find as in the one that has started it, and what it should leave alone."""
+
+    environ: dict[str, str]
+    directory: str
+    path: list[str]
+    argv: list[str]
+    threads: int = 1
+    """For torch."""
+    warns_itself: bool = False
+    """Whether it may show warnings; otherwise only what `Warned` brings to the parent is shown."""
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The first message to a worker. The next is what it is made for, which can only be read in its surroundings."""
+
+    surroundings: Surroundings
+
+
+@dataclass(frozen=True)
+class CouldNotBegin:
+    """The answer of a worker that could not read what it is made for."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class Warned:
+    """A warning that the user should see."""
+
+    category: type[Warning]
+    text: str
+
+
+def die_with_parent(parent: int) -> None:
+    """Be killed when the process `parent`, which has started this one from its main thread, ends.
+
+    Whatever this process does then: a signal of the system needs no thread of ours, and no interpreter.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(1)
+
+
+def run(end: socket.socket) -> None:
+    """Be a worker at this end of a channel, to the end of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    code = 1
+    try:
+        code = _run(Channel(end))
+    except (ChannelClosedError, KeyboardInterrupt):
+        code = 0  # nobody is there any more
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except Exception:  # a closed pipe
+                continue
+        os._exit(code)
+
+
+def _run(channel: Channel) -> int:
+    begin: Begin = channel.receive()
+    _enter(begin.surroundings, channel)
+    try:
+        target: Target = channel.receive()
+    except BaseException as error:
+        channel.send(CouldNotBegin(Failure.of(error)))
+        return 1
+    target(channel)
+    return 0
+
+
+def _enter(surroundings: Surroundings, channel: Channel) -> None:
+    os.environ.clear()
+    os.environ.update(surroundings.environ)
+    sys.path[:] = surroundings.path
+    sys.argv[:] = surroundings.argv
+    if os.path.isdir(surroundings.directory):
+        os.chdir(surroundings.directory)
+    _forward_warnings(channel, surroundings.warns_itself)
+    import numpy as np
+    import torch
+
+    torch.set_num_threads(surroundings.threads)
+    # All workers are copies of one process: without this they would draw the same numbers.
+    own = int.from_bytes(os.urandom(4), "little")
+    random.seed(own)
+    np.random.seed(own)
+    torch.manual_seed(own)
+
+
+def _forward_warnings(channel: Channel, all_of_them: bool) -> None:
+    """Show warnings in the parent: those of this library, or all."""
+
+    def show(message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+        ours = category.__module__.partition(".")[0] == __name__.partition(".")[0]
+        if ours or all_of_them:
+            text = str(message) if ours else f"{message} ({filename}:{lineno})"
+            try:
+                channel.send(Warned(category, text), timeout_s=0.0)
+            except (OSError, ValueError, TypeError, AttributeError):  # nobody listens, or a category of their own
+                return
+
+    warnings.showwarning = show
+    if not all_of_them:
+        warnings.filterwarnings("default")

@@ -1,0 +1,246 @@
+"""Rounds: the same work done by several processes at once, over and over, with few wake-ups.
+
+NOTE [Rounds]: whoever leads begins a round, the members that it calls do their part, and the last one to finish wakes
+the leader. There is one round at a time. Waking a process costs more than the work that small envs have for it, so:
+
+- What a round is about lies in shared memory, as do the numbers that tell who was called and who has finished. Nothing
+  is sent.
+- A round for all is begun by one call of the system, whatever the number of members: they all wait for the same event,
+  the gong. An event stays raised until it is lowered, and it must not be lowered before everybody has seen it. So there
+  are two: the leader lowers the one of the round before last while everybody waits for the other. A round for some
+  raises the bell of each of them.
+- Members count down on a shared event: before a round it is raised to one less than the number of those who are called,
+  and each takes one away when it has finished. Who finds nothing left was the last, and only it wakes the leader. The
+  system sees to it that each takes another one, and that the last sees, and shows, what the others had written.
+
+Whoever wakes another first writes the number and then raises the event, always. Whoever waits looks at the number,
+lowers the event, looks again, and only then goes to sleep. No order of these can leave one asleep who was called; the
+worst is to be woken for nothing. Those who sleep wait for the channels and the ends of other processes as well.
+
+Before going to sleep, the leader looks at the number for a while, since being woken on a core that has gone idle can
+take longer than a round. So do members if there is a core for each of them. Between two looks they offer their core to
+others (`sched_yield`): looking without that was measured to take away the time of those who have work, up to ten times
+the length of a round where there are more processes than cores. Numbers seen in memory, without a call of the system,
+only tell that everything written before is there too if the machine keeps the order of writes: others go to sleep at
+once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import select
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from swath.runtime import descriptors
+from swath.runtime.memory import Block, MemoryBlock
+
+SPIN_S = 100e-6
+"""How long to look before going to sleep: longer than a wake-up takes, so short that nobody misses the core."""
+KEEPS_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
+LINE = 8
+"""Words in a line of the cache; processes that write to different lines do not disturb each other."""
+ORDERS = 4
+"""How many numbers the leader can leave for the members."""
+CALLED, FINISHED, OUTCOME = range(3)
+"""The words of each member: the last round that it was called to, the last that it has finished, and how."""
+LAST, RUNG = 0, 1
+"""Words that all share: the last round that everybody has finished, and whether the last one was begun by the gong."""
+
+
+class Event:
+    """A counter of the system (eventfd) that one process raises and another waits for. Travels as a descriptor."""
+
+    def __init__(self, *, by_ones: bool = False) -> None:
+        """Begin at zero; `by_ones` if each `lower` shall take away one instead of all."""
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK | (os.EFD_SEMAPHORE if by_ones else 0))
+
+    def lift(self, by: int = 1) -> None:
+        """Add to the counter: whoever waits is woken."""
+        os.eventfd_write(self.fd, by)
+
+    def lower(self) -> bool:
+        """Take away; whether there was anything."""
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the descriptor. May be called again."""
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel through a channel."""
+        luggage = descriptors.leaving()
+        if luggage is None:
+            raise TypeError("An Event can only be sent through a Channel.")
+        luggage.append(self.fd)
+        return _arrived, (len(luggage) - 1,)
+
+    def __del__(self) -> None:
+        """Close what was forgotten."""
+        with contextlib.suppress(Exception):
+            self.close()
+
+
+def _arrived(place: int) -> Event:
+    event = Event.__new__(Event)
+    event.fd = descriptors.claimed(place)
+    return event
+
+
+def _words(block: Block) -> memoryview:
+    return memoryview(block.array((block.size // 8,), np.int64))
+
+
+def _of(member: int) -> int:
+    """Where the words of `member` begin: behind those of all, and those of the leader."""
+    return LINE * (2 + member)
+
+
+class Rounds:
+    """The leader's side; see NOTE [Rounds]."""
+
+    def __init__(self, members: int) -> None:
+        """Begin with none."""
+        self._block = MemoryBlock(8 * _of(members))
+        self._words = _words(self._block)
+        self._events = {name: Event() for name in ("home", "gong 0", "gong 1")}
+        self._events["left"] = Event(by_ones=True)
+        self._bells = [Event() for _ in range(members)]
+        self._gongs = (self._events["gong 0"], self._events["gong 1"])
+        self._left, self._home = self._events["left"], self._events["home"]
+        self._all = range(members)
+        self._called: Sequence[int] = ()
+        self._gong = 0
+        self.number = 0
+        """The round that was begun last."""
+        self.is_begun = True
+        """Whether all that were called have been told; if not, an interrupt came between, and nobody can go on."""
+        self.orders = self._words[LINE : LINE + ORDERS]
+        """Numbers for the members to read in a round."""
+
+    def member(self, index: int, *, spins: bool) -> Member:
+        """What the member `index` needs; it is sent to another process, and `spins` if there is a core for it."""
+        return Member(index, self._block, self._bells[index], self._events, spins and KEEPS_ORDER)
+
+    def fileno(self) -> int:
+        """For `poll`: readable when a round has ended."""
+        return self._home.fd
+
+    def begin(self, members: Sequence[int] | None = None) -> None:
+        """Call `members`, or all. What they need to know must lie in its place already."""
+        words, number = self._words, self.number + 1
+        called = self._all if members is None else members
+        self.is_begun = False
+        self.number, self._called = number, called
+        words[RUNG] = members is None
+        if len(called) > 1:
+            self._left.lift(len(called) - 1)
+        if members is None:
+            self._gongs[self._gong].lower()  # everybody waits for the other
+            self._gong ^= 1
+        for member in called:
+            words[LINE * (2 + member)] = number
+        if members is None:
+            self._gongs[self._gong].lift()
+        else:
+            for member in members:
+                self._bells[member].lift()
+        self.is_begun = True
+
+    def is_over(self) -> bool:
+        """Whether everybody has finished."""
+        return bool(self._words[LAST] == self.number)
+
+    def spin(self) -> bool:
+        """Look for a while; whether everybody has finished."""
+        words, number = self._words, self.number
+        if KEEPS_ORDER:
+            until = perf_counter() + SPIN_S
+            while words[LAST] != number and perf_counter() < until:
+                os.sched_yield()
+        return bool(words[LAST] == number)
+
+    def lower(self) -> None:
+        """Before going to sleep, and after: take notice of having been woken."""
+        self._home.lower()
+
+    def outcomes(self) -> list[int]:
+        """What each of those that were called has told of its part of the round that is over, in order."""
+        words = self._words
+        return [words[LINE * (2 + member) + OUTCOME] for member in self._called]
+
+    @property
+    def called(self) -> Sequence[int]:
+        """The members of the round that was begun last."""
+        return self._called
+
+    def late(self) -> list[int]:
+        """Those that have not finished."""
+        return [member for member in self._called if self._words[_of(member) + FINISHED] != self.number]
+
+    def close(self) -> None:
+        """Close all events. May be called again."""
+        for event in (*self._events.values(), *self._bells):
+            event.close()
+
+
+class Member:
+    """A member's side; see NOTE [Rounds]."""
+
+    def __init__(self, index: int, block: Block, bell: Event, events: dict[str, Event], spins: bool) -> None:
+        """Keep what the other process will need."""
+        self.index, self._block, self._bell, self._events, self._spins = index, block, bell, events, spins
+
+    def attend(self, other: int) -> None:
+        """Be ready to wait, for a round or for something to read from the descriptor `other`."""
+        self._words, self._base = _words(self._block), _of(self.index)
+        self.orders = self._words[LINE : LINE + ORDERS]
+        self._left, self._home, self._other = self._events["left"], self._events["home"], other
+        self._polls = []
+        for name in ("gong 1", "gong 0"):  # in the order in which they are used
+            poll = select.poll()
+            for fd in (self._events[name].fd, self._bell.fd, other):
+                poll.register(fd, select.POLLIN)
+            self._polls.append(poll)
+        self._gong = 0
+        self._number = 0
+
+    def wait(self) -> bool:
+        """Wait; whether a round has begun. If not, there is something to read."""
+        words, called, done = self._words, self._base + CALLED, self._number
+        if self._spins:
+            until = perf_counter() + SPIN_S
+            while words[called] == done and perf_counter() < until:
+                os.sched_yield()
+        while words[called] == done:
+            woken_by = [fd for fd, _ in self._polls[self._gong].poll()]
+            if self._other in woken_by:
+                return False
+            if self._bell.fd in woken_by:  # perhaps for a round that we had seen before it was raised
+                self._bell.lower()
+        self._number = words[called]
+        if words[RUNG]:
+            self._gong ^= 1
+        else:
+            self._bell.lower()
+        return True
+
+    def finish(self, outcome: int) -> None:
+        """Tell that our part of the round is done."""
+        words, base = self._words, self._base
+        words[base + OUTCOME] = outcome
+        words[base + FINISHED] = self._number
+        if not self._left.lower():
+            words[LAST] = self._number
+            self._home.lift()

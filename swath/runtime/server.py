@@ -1,0 +1,168 @@
+"""The process that workers are forked from.
+
+NOTE [Processes]: workers are not forked from the user's process, whose threads, locks and devices a fork would leave in
+an unknown state, and they do not start from nothing, which takes seconds. They are forked from a server: a process with
+one thread that has imported torch and swath and does nothing but fork, started once, with the first worker. The user's
+script is not imported again: what a worker is made for comes through its channel, by value.
+
+Everything between the processes is a socket or pipe without a name. The server ends when its socket says that the
+user's process has ended, however it ended; the system then kills the workers (`die_with_parent`), also in the middle of
+a long step. A worker that ends is reaped by the server, which tells how it ended through a pipe: the worker's sentinel.
+"""
+
+from __future__ import annotations
+
+import array
+import importlib
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+from typing import Any
+
+STATUS = struct.Struct("<q")
+FORK, EXEC = b"f", b"x"
+FDS = 4
+"""Per request: the worker's end of its channel, the pipe for its status, and its stdout and stderr."""
+EXECUTED = """import sys; sys.path[:] = {path!r}
+import socket; from swath.runtime.child import run
+run(socket.socket(fileno={fd}))"""
+
+
+def main(control: int, preloaded: list[str]) -> None:
+    """Serve the process at the other end of the socket `control`, until it ends; import `preloaded` before."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if preloaded:
+        _preload(preloaded)
+    _Server(control).serve()
+
+
+class _Server:
+    def __init__(self, control: int) -> None:
+        self._control = socket.socket(fileno=control)
+        self._children: dict[int, int] = {}
+        """The pipes for the status of each."""
+        self._woken, wakes = os.pipe()
+        for fd in (self._woken, wakes):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._wakes = wakes
+
+    def serve(self) -> None:
+        self._control.sendall(b"r")  # ready
+        while True:
+            ready, _, _ = select.select([self._control, self._woken], [], [])
+            if self._woken in ready:
+                self._drain()
+            self._reap()
+            if self._control in ready:
+                request, fds = _received(self._control)
+                if not request:
+                    os._exit(0)
+                self._start(request, fds)
+
+    def _drain(self) -> None:
+        try:
+            while os.read(self._woken, 512):
+                pass
+        except BlockingIOError:
+            return
+
+    def _reap(self) -> None:
+        while self._children:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            if pid in self._children:
+                _tell(self._children.pop(pid), os.waitstatus_to_exitcode(status), last=True)
+
+    def _start(self, request: bytes, fds: list[int]) -> None:
+        channel, status, out, err = fds
+        server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _tell(status, -(error.errno or 1), last=True)
+            for fd in (channel, out, err):
+                os.close(fd)
+            return
+        if pid:
+            self._children[pid] = status
+            _tell(status, pid)
+            for fd in (channel, out, err):
+                os.close(fd)
+            return
+        try:
+            self._become_worker(request, channel, (out, err), server)
+        finally:
+            os._exit(1)
+
+    def _become_worker(self, request: bytes, channel: int, streams: tuple[int, int], server: int) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._control.close()
+        for fd in (self._woken, self._wakes, *self._children.values()):
+            os.close(fd)
+        for target, fd in zip((1, 2), streams, strict=True):
+            os.dup2(fd, target, inheritable=True)
+            os.close(fd)
+        from swath.runtime.child import die_with_parent, run
+
+        die_with_parent(server)
+        if request == EXEC:
+            os.set_inheritable(channel, True)
+            code = EXECUTED.format(path=sys.path, fd=channel)
+            os.execv(sys.executable, [sys.executable, "-c", code])
+        run(socket.socket(fileno=channel))
+
+
+def _received(control: socket.socket) -> tuple[bytes, list[int]]:
+    """A request of one byte, and its descriptors."""
+    fds = array.array("i")
+    space = socket.CMSG_SPACE(FDS * fds.itemsize)
+    request, ancillary, _, _ = control.recvmsg(1, space, socket.MSG_CMSG_CLOEXEC)
+    for _, _, data in ancillary:
+        fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return request, list(fds)
+
+
+def _tell(pipe: int, value: int, *, last: bool = False) -> None:
+    try:
+        os.write(pipe, STATUS.pack(value))
+    except OSError:  # nobody wants to know
+        pass
+    if last:
+        os.close(pipe)
+
+
+def _preload(names: list[str]) -> None:
+    """Import what workers need, without torch's compiler: that takes as long as all the rest, and few need it."""
+    import torch.compiler
+
+    deferred: list[tuple[str, Any]] = []
+    originals = {name: getattr(torch.compiler, name) for name in ("assume_constant_result", "allow_in_graph")}
+
+    def later(name: str) -> Any:
+        def mark(function: Any) -> Any:
+            deferred.append((name, function))
+            return function
+
+        return mark
+
+    for name in originals:
+        setattr(torch.compiler, name, later(name))
+    try:
+        for name in names:
+            importlib.import_module(name)
+    finally:
+        for name, original in originals.items():
+            setattr(torch.compiler, name, original)
+    from swath.runtime import compiler
+
+    compiler.marks.extend(deferred)
