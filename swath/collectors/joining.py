@@ -23,40 +23,36 @@ def named(entries: dict[Key, torch.Tensor], batch_size: Sequence[int]) -> Tensor
 
 def alone(work: Work, keys: Sequence[Key], batch_size: tuple[int, ...]) -> TensorDictBase:
     """The batch of one worker: `[*batch_size, T]`, over the memory of its slot."""
-    assert work.slot is not None and work.receipt is not None
+    assert work.slot is not None
+    assert work.receipt is not None
     steps = work.receipt.steps
     return named(work.slot.lend(keys, steps), (*batch_size, steps))
 
 
-def joined(works: Sequence[Work], keys: Sequence[Key], batch_size: tuple[int, ...], how: Any) -> TensorDictBase:
+def joined(
+    works: Sequence[Work], keys: Sequence[Key], batch_size: tuple[int, ...], how: Any, *, marks_gaps: bool
+) -> TensorDictBase:
     """The parts of all `works` in one batch; `how` is "stack" or a dimension.
 
-    Parts that lie in one slot and are full are joined already: the batch is a view of that slot.
+    Parts that lie in one slot and are full are joined already: the batch is a view of that slot. Where workers may stop
+    early, `marks_gaps`.
     """
     slot = works[0].slot
     assert slot is not None
-    full = all(work.receipt is not None and work.receipt.steps == slot.steps for work in works)
-    is_one = all(work.slot is slot for work in works)
-    if is_one and len(works) == slot.batch_size[0]:
+    if all(work.slot is slot for work in works):
         whole = named(slot.lend(keys, slot.steps), (*slot.batch_size, slot.steps))
-        if full:
-            return whole if how == STACK else _concatenated_view(whole, how)
-        return _with_gaps(whole, works, how)
-    if is_one:  # a worker was dropped while its part was under way
-        whole = named(slot.lend(keys, slot.steps), (*slot.batch_size, slot.steps))
-        rows = [work.first_row // max(1, slot.lanes // slot.batch_size[0]) for work in works]
-        kept = whole[torch.as_tensor(rows)]
-        kept.names = [*(None,) * (kept.ndim - 1), "time"]
-        if full:
-            return kept if how == STACK else _concatenated_view(kept, how)
-        return _with_gaps(kept, works, how)
+        if len(works) < slot.batch_size[0]:  # a worker was dropped while its part was under way
+            lanes = slot.lanes // slot.batch_size[0]
+            whole = _renamed(whole[torch.as_tensor([work.first_row // lanes for work in works])])
+        is_full = all(work.receipt is not None and work.receipt.steps == slot.steps for work in works)
+        if marks_gaps or not is_full:
+            return _with_gaps(whole, works, how)
+        return whole if how == STACK else _concatenated_view(whole, how)
     parts = [alone(work, keys, batch_size) for work in works]
     if how != STACK:
         return _concatenated(parts, how)
     if len({part.shape for part in parts}) == 1:
-        stacked: TensorDictBase = torch.stack(parts, 0)
-        stacked.names = [*(None,) * (stacked.ndim - 1), "time"]
-        return stacked
+        return _renamed(torch.stack(parts, 0))
     return LazyStackedTensorDict(*parts, stack_dim=0)
 
 

@@ -39,15 +39,8 @@ EXIT_S = 2.0
 """How long workers may take to close their envs when the interpreter exits."""
 LOOK_AGAIN_S = 0.1
 """How often a buffer that is being sampled looks whether the workers are well."""
-GATHERED = (
-    "episodes",
-    "idle_frames",
-    "pending_frames",
-    "dropped_frames",
-    "time/env",
-    "time/policy",
-    "time/bookkeeping",
-)
+GATHERED = ("episodes", "idle_frames", "pending_frames", "dropped_frames")
+TIMES = ("time/env", "time/policy", "time/bookkeeping")
 """Numbers of the workers that are added up."""
 
 
@@ -130,8 +123,8 @@ class MultiCollector(BaseCollector):
         for index, maker in enumerate(self._makers):
             if isinstance(maker, EnvBase) or not callable(maker):
                 raise TypeError(
-                    f"Workers make their envs themselves: create_env_fn must hold functions that return an env, but that "
-                    f"of worker {index} is {type(maker).__name__}: {maker!r}. Write lambda: GymEnv('CartPole-v1')."
+                    "Workers make their envs themselves: create_env_fn must hold functions that return an env, but "
+                    f"that of worker {index} is {type(maker).__name__}: {maker!r}. Write lambda: GymEnv('CartPole-v1')."
                 )
 
     def _share_buffer(self) -> None:
@@ -179,7 +172,8 @@ class MultiCollector(BaseCollector):
             _must_agree(first, ready, index)
         frames, lanes = self.config.frames_per_batch, self._workers.lanes[0]
         self._steps = {i: -(-self.config.frames_of(i) // lanes) for i in self._workers.indices}
-        if self.requested_frames_per_batch != (sum(frames) if isinstance(frames, list | tuple) else frames):
+        asked = [self.config.frames_of(i) for i in self._workers.indices]
+        if any(count % lanes for count in asked) or (self.is_sync and isinstance(frames, int) and sum(asked) != frames):
             warnings.warn(
                 f"frames_per_batch={frames} is rounded up to {self.requested_frames_per_batch}, whole steps of {lanes} "
                 "lanes of each worker.",
@@ -419,8 +413,8 @@ class MultiCollector(BaseCollector):
         if source is None:
             if not isinstance(self._given_policy, nn.Module):
                 raise RuntimeError(
-                    "Workers have made the policy themselves, so that there is none here to take weights from: give them, "
-                    "as in update_policy_weights_(policy)."
+                    "Workers have made the policy themselves, so that there is none here to take weights from: give "
+                    "them, as in update_policy_weights_(policy)."
                 )
             source = self._given_policy
         return self._publisher.layout(model_id).named(flat_weights(source))
@@ -523,7 +517,8 @@ class MultiCollector(BaseCollector):
         kwargs = [{}] * len(list_of_args) if list_of_kwargs is None else list_of_kwargs
         if not len(list_of_args) == len(kwargs) == self.num_workers:
             raise ValueError(
-                f"map_fn needs arguments for each of {self.num_workers} workers, got {len(list_of_args)} and {len(kwargs)}."
+                f"map_fn needs arguments for each of {self.num_workers} workers, got {len(list_of_args)} sets of "
+                f"arguments and {len(kwargs)} of keyword arguments."
             )
         self._must_be_open()
         calls = {index: (tuple(list_of_args[index]), dict(kwargs[index])) for index in self._workers.indices}
@@ -647,17 +642,18 @@ class MultiCollector(BaseCollector):
 
     def _gathered(self, rows: list[dict[str, float]]) -> dict[str, Any]:
         assembler, workers = self._assembler, self._workers
-        total = {name: sum(row[name] for row in rows) for name in GATHERED}
+        total = {name: int(sum(row[name] for row in rows)) for name in GATHERED}
         told: dict[str, Any] = {
-            **{name: value if name.startswith("time") else int(value) for name, value in total.items()},
+            **total,
+            **{name: sum(row[name] for row in rows) for name in TIMES},
             "frames": self._frames,
             "batches": self._batches,
             "total_frames": self.config.total_frames,
             "completed": not self._budget.is_endless and self._frames >= self.config.total_frames,
             "requested_frames_per_batch": self.requested_frames_per_batch,
             "policy_version": self._publisher.version,
-            "pending_frames": int(total["pending_frames"]) + assembler.pending_frames,
-            "dropped_frames": int(total["dropped_frames"]) + assembler.dropped + workers.discarded_frames,
+            "pending_frames": total["pending_frames"] + assembler.pending_frames,
+            "dropped_frames": total["dropped_frames"] + assembler.dropped + workers.discarded_frames,
             "lost_frames": workers.lost_frames,
             "workers": self.num_workers,
             "workers_alive": 0 if self.closed else workers.alive,
@@ -740,8 +736,8 @@ def _must_agree(first: Ready, ready: Ready, index: int) -> None:
     ):
         if wanted != given:
             raise ValueError(
-                f"All workers must produce batches of one layout, but worker {index} ({ready.env}) differs from worker 0 "
-                f"({first.env}) in its {what}: {given} instead of {wanted}."
+                f"All workers must produce batches of one layout, but worker {index} ({ready.env}) differs from "
+                f"worker 0 ({first.env}) in its {what}: {given} instead of {wanted}."
             )
 
 

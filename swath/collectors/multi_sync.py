@@ -79,7 +79,8 @@ class MultiSyncCollector(MultiCollector):
         self._before_batch()
         works = self._await(self._laid_out(self._shares()))
         how = STACK if self.config.cat_results is None else self.config.cat_results
-        return joined(works, self._layout.delivered, self._layout.batch_size, how)
+        marks_gaps = self.config.preemptive_threshold not in (None, 1.0)
+        return joined(works, self._layout.delivered, self._layout.batch_size, how, marks_gaps=marks_gaps)
 
     def _laid_out(self, shares: dict[int, int]) -> list[Work]:
         """Work for each worker, in one slot if all make the same number of steps."""

@@ -322,7 +322,7 @@ class Workers:
                 state = "it is stopped (SIGSTOP or a debugger)" if process.is_stopped else "a step or a call takes long"
                 warnings.warn(
                     f"Worker {index} (pid {process.pid}) of {self.name} has made no step for {now - since:.0f} s: "
-                    f"{state}. Waiting goes on; stall_warning_s={self.config.stall_warning_s:g} sets when this is said.",
+                    f"{state}. Waiting goes on; stall_warning_s={self.config.stall_warning_s:g} says when to warn.",
                     StallWarning,
                     stacklevel=4,
                 )

@@ -17,8 +17,8 @@ def unpicklable(message: Any, error: BaseException) -> RuntimeError:
     path, part = _culprit(message)
     what = f"{path} is {type(part).__name__} ({_short(part)})" if path else f"{type(part).__name__} ({_short(part)})"
     return RuntimeError(
-        f"This cannot be sent to a worker process: {what}. It fails with {type(error).__name__}: {error} Make it inside "
-        "the factory, in the worker, instead of bringing it along."
+        f"This cannot be sent to a worker process: {what}. It fails with {type(error).__name__}: {error} Make it "
+        "inside the factory, in the worker, instead of bringing it along."
     )
 
 

@@ -13,6 +13,7 @@ a long step. A worker that ends is reaped by the server, which tells how it ende
 from __future__ import annotations
 
 import array
+import contextlib
 import importlib
 import os
 import select
@@ -133,10 +134,8 @@ def _received(control: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _tell(pipe: int, value: int, *, last: bool = False) -> None:
-    try:
+    with contextlib.suppress(OSError):  # nobody wants to know
         os.write(pipe, STATUS.pack(value))
-    except OSError:  # nobody wants to know
-        pass
     if last:
         os.close(pipe)
 

@@ -1,12 +1,13 @@
 """WeightStore: numbered snapshots of a model's weights in shared memory.
 
 NOTE [Weights]: the trainer publishes, workers adopt, and neither waits for the other. There are a few copies of the
-weights in the memory, written in turn. A copy's stamp is the version that it holds, or `UNFINISHED` while it is written;
-`newest` points to the copy that was finished last. A worker takes the newest copy and looks at its stamp again: if that
-has changed, the trainer has come round all the copies meanwhile, and it takes the newest again before it acts. So weights
-are adopted whole, a trainer that is killed while it publishes leaves the former version in place, and a worker that is
-stopped or dead concerns nobody. What is published is a copy: what the trainer does to its own tensors afterwards is
-seen by no worker. (Relies, as NOTE [Writing and reading at once] does, on stores becoming visible in order.)
+weights in the memory, written in turn. A copy's stamp is the version that it holds, or `UNFINISHED` while it is
+written; `newest` points to the copy that was finished last. A worker takes the newest copy and looks at its stamp
+again: if that has changed, the trainer has come round all the copies meanwhile, and it takes the newest again before it
+acts. So weights are adopted whole, a trainer that is killed while it publishes leaves the former version in place, and
+a worker that is stopped or dead concerns nobody. What is published is a copy: what the trainer does to its own tensors
+afterwards is seen by no worker. (Relies, as NOTE [Writing and reading at once] does, on stores becoming visible in
+order.)
 """
 
 from __future__ import annotations
