@@ -56,7 +56,7 @@ class MultiCollector(BaseCollector):
         options: everything else by name; see `MultiConfig` and `CollectorConfig` for what there is.
     """
 
-    config_class: ClassVar[type[MultiConfig]] = MultiConfig  # type: ignore[assignment]
+    config_class: ClassVar[type[MultiConfig]] = MultiConfig
     config: MultiConfig
     is_sync: ClassVar[bool]
 
@@ -96,8 +96,11 @@ class MultiCollector(BaseCollector):
         self._next_number = config.worker_idx or 0
         self._seed: tuple[int, bool] | None = None
         self._sent_policy = _portable(policy)
-        self._workers = Workers(config, self._task, repr(self))
-        self._workers.on_loss = self._lose_episodes
+        self._owner = os.getpid()
+        # Weakly: a collector that everybody has forgotten must be freed, and its workers with it.
+        self._workers = Workers(
+            config, weakref.WeakMethod(self._task), weakref.WeakMethod(self._lose_episodes), repr(self)
+        )
         self._publisher = Publisher(self._workers.tell)
         self._batches = 0
         self._same: TensorDictBase | None = None
@@ -274,7 +277,7 @@ class MultiCollector(BaseCollector):
     def _is_random(self, frames: int) -> bool:
         """Whether a batch is to be random when so many frames were collected before."""
         limit = self.config.init_random_frames
-        return bool(limit) and frames < limit
+        return limit is not None and frames < limit
 
     def _stored(self, batch: TensorDictBase, worker: int = 0) -> TensorDictBase:
         device = self.config.storing(worker)
@@ -407,7 +410,7 @@ class MultiCollector(BaseCollector):
         """Weights by the names that the workers' model has for them."""
         if not self._publisher.knows(model_id):
             if model_id == POLICY_ID:
-                raise RuntimeError("'policy' acts at random: it has no weights to update.")
+                raise RuntimeError("The workers' policy has no weights to update: it acts at random, or is no module.")
             layout = self._workers.ask("weight_layout", [model_id], workers=self._workers.indices[:1])
             self._publisher.add(model_id, next(iter(layout.values())), self._workers.indices)
         if source is None:
@@ -430,7 +433,10 @@ class MultiCollector(BaseCollector):
 
     def increment_version(self) -> None:
         """Publish the weights that workers have under the next version."""
-        self.update_policy_weights_(weights={POLICY_ID: None}[POLICY_ID])
+        self._must_be_open()
+        self._publisher.version += 1
+        if self._publisher.knows(POLICY_ID):
+            self._publisher.publish(POLICY_ID, {}, self._workers.indices)
 
     # -- control -----------------------------------------------------------------------------------------------
 
@@ -675,6 +681,8 @@ class MultiCollector(BaseCollector):
         if self.closed:
             return
         self.closed = True
+        if os.getpid() != self._owner:  # a forked child, which has no part in its parent's workers
+            return
         self._stream = None
         failure: BaseException | None = None
         if self._workers.free is not None and raise_on_error and self._workers.failure is None:
@@ -742,12 +750,10 @@ def _must_agree(first: Ready, ready: Ready, index: int) -> None:
 
 
 _open: weakref.WeakSet[MultiCollector] = weakref.WeakSet()
-_owner = os.getpid()
 
 
 @atexit.register
 def _shut_down_forgotten() -> None:
     """Before the interpreter is taken down: workers get the chance to close their envs."""
-    if os.getpid() == _owner:
-        for collector in list(_open):
-            collector.shutdown(timeout=EXIT_S, raise_on_error=False)
+    for collector in list(_open):
+        collector.shutdown(timeout=EXIT_S, raise_on_error=False)

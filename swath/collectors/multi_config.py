@@ -51,7 +51,7 @@ class MultiConfig(CollectorConfig):
         weight_recv_schemes: no effect, likewise.
     """
 
-    frames_per_batch: Any  # type: ignore[assignment]
+    frames_per_batch: Any
     policy_factory: Any = None
     create_env_kwargs: Any = None
     track_policy_version: Any = None
@@ -157,7 +157,7 @@ class MultiConfig(CollectorConfig):
         if isinstance(frames, bool) or not isinstance(frames, Integral):
             raise TypeError(f"frames_per_batch must be a whole number, or a list of such, got {frames!r}.")
         if self.sync and not isinstance(self.frames_per_batch, list | tuple):
-            frames = -(-frames // self.workers)
+            return -(-int(frames) // self.workers)
         return int(frames)
 
     @property

@@ -104,7 +104,7 @@ class MultiSyncCollector(MultiCollector):
         for work in works:
             self._workers.issue(work)
         threshold = self.config.preemptive_threshold
-        enough = None if threshold in (None, 1.0) else int(len(works) * threshold)  # type: ignore[operator]
+        enough = None if threshold is None or threshold == 1.0 else int(len(works) * threshold)
         while not all(work.is_over for work in works):
             if enough is not None and sum(work.is_over for work in works) >= enough:
                 for work in works:

@@ -72,8 +72,21 @@ class Workers:
     waiting, for a new worker that does the same work.
     """
 
-    def __init__(self, config: MultiConfig, make_task: Callable[[int, bool], Task], name: str) -> None:
-        """`make_task` says what a worker is made for, given its index and whether it replaces another."""
+    def __init__(
+        self,
+        config: MultiConfig,
+        make_task: Callable[[], Callable[[int, bool], Task] | None],
+        on_loss: Callable[[], Callable[[int], None] | None],
+        name: str,
+    ) -> None:
+        """Begin without workers.
+
+        Args:
+            config: of the collector.
+            make_task: a reference to what says what a worker is made for, by index and whether it replaces another.
+            on_loss: a reference to what is told the index of a worker whose open episodes are lost.
+            name: the collector's, for messages.
+        """
         self.config = config
         self.name = name
         self.board = Board(config.workers)
@@ -88,9 +101,7 @@ class Workers:
         self.discarded_frames = 0
         """Frames that were collected, and given up on purpose: because of a new seed, or another state."""
         self.failure: BaseException | None = None
-        self.on_loss: Callable[[int], None] = lambda index: None
-        """Told the index of a worker whose open episodes are lost."""
-        self._make_task = make_task
+        self._make_task, self._on_loss = make_task, on_loss
         self._crew: Any = _crew(config)
         self._restarted: dict[int, int] = {}
         self._outstanding: dict[int, deque[Work]] = {index: deque() for index in range(config.workers)}
@@ -123,7 +134,9 @@ class Workers:
                 )
 
     def _hire(self, index: int, replaces: bool) -> None:
-        task = self._make_task(index, replaces)
+        make_task = self._make_task()
+        assert make_task is not None, "The collector is gone."
+        task = make_task(index, replaces)
         self._known[index] = set()
         self._crew.hire(index, CollectorWorker(task))
 
@@ -351,7 +364,8 @@ class Workers:
         if self.free is not None:
             self.free.budget.settle(index, 0)
         self.board.clear(index)
-        self.on_loss(index)
+        if (on_loss := self._on_loss()) is not None:
+            on_loss(index)
 
     def _restart(self, index: int, error: BaseException) -> None:
         self._restarted[index] = self._restarted.get(index, 0) + 1

@@ -133,6 +133,6 @@ def _forward_warnings(channel: Channel, all_of_them: bool) -> None:
             except (OSError, ValueError, TypeError, AttributeError):  # nobody listens, or a category of their own
                 return
 
-    warnings.showwarning = show
+    warnings.showwarning = show  # type: ignore[assignment]
     if not all_of_them:
         warnings.filterwarnings("default")

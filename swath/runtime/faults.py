@@ -93,6 +93,8 @@ class Failure:
         """`error`, with its traceback."""
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         summary = f"{type(error).__name__}: {error}"
+        if not isinstance(error, Exception):  # such as SystemExit, which would end the process that is told of it
+            return Failure(None, summary, trace)
         for content in (vars(error), {"__notes__": getattr(error, "__notes__", [])}):
             try:
                 packed = cloudpickle.dumps((type(error), error.args, content))

@@ -10,6 +10,7 @@ does: see NOTE [Processes].
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import select
 import signal
@@ -206,6 +207,12 @@ class _Server:
             )
         self._is_ready = True
 
+    def end(self) -> None:
+        """Let it see that nobody is there any more."""
+        self._control.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(1.0)
+
     def close_in_child(self) -> None:
         self._control.close()
 
@@ -292,3 +299,5 @@ def _end_forgotten() -> None:
     for process in own:
         process.signal(signal.SIGKILL)
     _remaining(own, time.monotonic() + 1.0)
+    for server in _servers.values():
+        server.end()

@@ -55,11 +55,11 @@ class _Server:
     def serve(self) -> None:
         self._control.sendall(b"r")  # ready
         while True:
-            ready, _, _ = select.select([self._control, self._woken], [], [])
+            ready, _, _ = select.select([self._control.fileno(), self._woken], [], [])
             if self._woken in ready:
                 self._drain()
             self._reap()
-            if self._control in ready:
+            if self._control.fileno() in ready:
                 request, fds = _received(self._control)
                 if not request:
                     os._exit(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -125,7 +126,5 @@ class Subscriber:
             stores = [store for (name, _), store in self._stores.items() if name == model_id]
             newest = max(stores, key=lambda store: store.version)
             if newest.version > self._held.get(model_id, -1):
-                model = find(model_id)
-                held = newest.adopt(lambda weights, model=model: model.load_state_dict(weights, strict=False))
-                self._held[model_id] = held
+                self._held[model_id] = newest.adopt(partial(find(model_id).load_state_dict, strict=False))
                 self.version = max(self._held.values())

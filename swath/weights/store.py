@@ -125,7 +125,7 @@ class WeightStore:
         self.adopt(copied)
         return taken
 
-    def adopt(self, load: Callable[[dict[str, Any]], None]) -> int:
+    def adopt(self, load: Callable[[dict[str, Any]], Any]) -> int:
         """Let `load` copy the newest weights, again if they changed meanwhile; the version that it has then."""
         while True:
             copy = int(self._head[NEWEST])
