@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from swath.runtime import Goodbye
@@ -82,6 +83,11 @@ class LocalCrew:
             while process.channel.to_parent:
                 news.append((index, process.channel.to_parent.popleft()))
         return news
+
+    def unread(self, news: Iterable[tuple[int, Any]]) -> None:
+        """Put messages back, to be the first that `wait` returns."""
+        for index, message in reversed(list(news)):
+            self.processes[index].channel.to_parent.appendleft(message)
 
     def alive(self) -> list[int]:
         """All of them."""

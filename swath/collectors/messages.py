@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swath.collectors.config import CollectorConfig
+from swath.envs.registry import Registered
 from swath.envs.rows import Leaf
 from swath.keys import Key
 from swath.runtime import Block, Failure
@@ -24,6 +25,8 @@ class Task:
     policy: Any
     config: CollectorConfig
     init_fn: Callable[[], Any] | None
+    registered: Registered
+    """Envs that only the parent may know."""
     board: Any
     stores: list[TakeFrom]
     seed: tuple[int, bool] | None = None

@@ -27,6 +27,7 @@ from swath.collectors.utils import split_trajectories
 from swath.collectors.workers import Workers
 from swath.data import ReplayBuffer
 from swath.envs import EnvBase
+from swath.envs.registry import Registered
 from swath.errors import ClosedError
 from swath.keys import TRAJ_IDS
 from swath.rollout import FrameBudget
@@ -80,12 +81,13 @@ class MultiCollector(BaseCollector):
         """Check the arguments, start the workers, and wait until each has made its env and policy."""
         self.closed = True
         name = type(self).__name__
-        if options.get("sync", self.is_sync) not in (self.is_sync, None):
+        if not any(options.get("sync") is choice for choice in (self.is_sync, None)):
             raise TypeError(
                 f"{name} is sync={self.is_sync}, got sync={options['sync']!r}; use MultiCollector to choose."
             )
         self._makers = factories(create_env_fn, options.get("num_workers"), name)
-        config = MultiConfig.for_workers(name, len(self._makers), {**options, "sync": self.is_sync})
+        given = {**options, "sync": self.is_sync, "num_workers": len(self._makers)}
+        config = MultiConfig.from_arguments(name, given)
         self._check_makers(policy, config)
         super().__init__(config)
         self.closed = True  # until there is something to shut down
@@ -96,6 +98,7 @@ class MultiCollector(BaseCollector):
         self._next_number = config.worker_idx or 0
         self._seed: tuple[int, bool] | None = None
         self._sent_policy = _portable(policy)
+        self._registered = Registered.here()
         self._owner = os.getpid()
         # Weakly: a collector that everybody has forgotten must be freed, and its workers with it.
         self._workers = Workers(
@@ -154,13 +157,20 @@ class MultiCollector(BaseCollector):
             index=index,
             number=self._numbers[index],
             create_env_fn=self._makers[index],
-            policy=None if config.policy_factory is not None else self._sent_policy,
+            policy=self._policy_to_send(),
             config=config.for_worker(index),
             init_fn=config.init_fn,
+            registered=self._registered,
             board=self._workers.board,
             stores=self._publisher.introduce(index) if replaces else [],
             seed=self._seed_of_replacement() if replaces else None,
         )
+
+    def _policy_to_send(self) -> Any:
+        if self.config.policy_factory is not None:
+            return None
+        is_local = self.config.debug and isinstance(self._sent_policy, nn.Module)
+        return copy.deepcopy(self._sent_policy) if is_local else self._sent_policy  # others are copied on their way
 
     def _seed_of_replacement(self) -> tuple[int, bool] | None:
         """New seeds, by lane, that follow from the one that was set but repeat none of its episodes."""
@@ -288,6 +298,8 @@ class MultiCollector(BaseCollector):
             raise self._workers.failure
         if self.closed:
             raise ClosedError("This collector is shut down; make a new one.")
+        if os.getpid() != self._owner:
+            raise ClosedError(f"This collector belongs to the process {self._owner}, of which this one is a fork.")
 
     def rollout(self) -> TensorDictBase:
         """One batch as it was collected, before any post-processing."""
@@ -414,7 +426,12 @@ class MultiCollector(BaseCollector):
             layout = self._workers.ask("weight_layout", [model_id], workers=self._workers.indices[:1])
             self._publisher.add(model_id, next(iter(layout.values())), self._workers.indices)
         if source is None:
-            if not isinstance(self._given_policy, nn.Module):
+            if self._given_policy is not None and not isinstance(self._given_policy, nn.Module):
+                raise RuntimeError(
+                    f"The policy is {type(self._given_policy).__name__}, no module, so that it has no weights that could "
+                    "be published: workers keep the copy that they were sent. Give a torch.nn.Module."
+                )
+            if self._given_policy is None:
                 raise RuntimeError(
                     "Workers have made the policy themselves, so that there is none here to take weights from: give "
                     "them, as in update_policy_weights_(policy)."
@@ -452,24 +469,38 @@ class MultiCollector(BaseCollector):
 
     def reset(self, index: Any = None, reset_idx: Any = None) -> None:
         """Begin new episodes with new ids: in all workers, or in those of `index` (indices, or True for each)."""
-        chosen = reset_idx if index is None else index
-        workers = None
-        if chosen is not None:
-            given = list(chosen)
-            if given and all(isinstance(choice, bool) for choice in given):
-                if len(given) != self.num_workers:
-                    raise ValueError(f"reset() got {len(given)} choices for {self.num_workers} workers.")
-                given = [number for number, choice in enumerate(given) if choice]
-            workers = [int(number) for number in given]
+        workers = self._chosen(reset_idx if index is None else index)
         with self._at_rest():
             self._ask("reset", workers=workers)
             for worker in self._workers.indices if workers is None else workers:
                 self._lose_episodes(worker)
 
+    def _chosen(self, given: Any) -> list[int] | None:
+        """Workers by index, or by True for each; None for all."""
+        if given is None:
+            return None
+        chosen = torch.as_tensor(given).reshape(-1)
+        if chosen.dtype == torch.bool:
+            if len(chosen) != self.num_workers:
+                raise ValueError(f"reset() got {len(chosen)} choices for {self.num_workers} workers.")
+            chosen = chosen.nonzero().reshape(-1)
+        workers: list[int] = chosen.long().tolist()
+        if unknown := [worker for worker in workers if worker not in self._workers.indices]:
+            raise ValueError(f"reset({given!r}): there is no worker {unknown[0]} among {self._workers.indices}.")
+        return workers
+
     def _lose_episodes(self, worker: int) -> None:
-        """The open episodes of a worker will never be complete."""
+        """What a worker has collected so far ends its open episodes: they are given up once all of it is delivered."""
         number = self._numbers[worker]
-        self._assembler.drop([name for name in list(self._assembler.open) if name >> WORKER_BITS == number])
+        last = next((work for work in reversed(self._workers.done) if work.index == worker), None)
+        if last is None:
+            self._give_up([number])
+        else:
+            last.ends = number
+
+    def _give_up(self, numbers: Sequence[int | None]) -> None:
+        """Drop the open episodes with ids of these numbers."""
+        self._assembler.drop([name for name in self._assembler.open if name >> WORKER_BITS in numbers])
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed every lane of every worker, and begin new episodes: the next batch depends on `seed` alone."""

@@ -45,6 +45,7 @@ class MultiAsyncCollector(MultiCollector):
         while not self._budget.is_spent and not self.closed:
             work = self._next_done(writes=False)
             yield self._stored(alone(work, self._layout.delivered, self._layout.batch_size), work.index)
+            self._give_up([work.ends])
             del work
             self._after_batch()
         self._raise_again()
@@ -68,10 +69,10 @@ class MultiAsyncCollector(MultiCollector):
         """The work that was finished first; others are begun, as many as there is room for."""
         self._must_be_open()
         self._begin_more(writes, ahead=1)
-        while not self._workers.done:
+        while (work := self._due()) is None:
             self._workers.attend(LOOK_S)
             self._begin_more(writes, ahead=1)
-        work = self._workers.done.popleft()
+        self._workers.done.remove(work)
         assert work.receipt is not None
         self._budget.spend(work.receipt.frames)
         self._batches += 1
@@ -79,6 +80,25 @@ class MultiAsyncCollector(MultiCollector):
         self._worst_lag = max(self._worst_lag, self._lag)
         self._begin_more(writes, ahead=0)
         return work
+
+    def _due(self) -> Work | None:
+        """The finished work that is delivered next: the first, unless another would then become too old.
+
+        Each delivery may bring a new version. What remains must be deliverable, the oldest first, within
+        `max_staleness` versions of its own: otherwise the oldest is waited for.
+        """
+        done, staleness = self._workers.done, self.config.max_staleness
+        if staleness is None:
+            return done[0] if done else None
+        under_way = sorted([*done, *self._workers.under_way], key=lambda work: work.version)
+        for work in done:
+            ages = [
+                self._publisher.version + 1 + place - other.version
+                for place, other in enumerate(other for other in under_way if other is not work)
+            ]
+            if work is under_way[0] or all(age <= staleness for age in ages):
+                return work
+        return None
 
     def _begin_more(self, writes: bool, ahead: int) -> None:
         """Give out work while there is room: in each worker, in the budget, and (see `max_staleness`) in time.
@@ -92,7 +112,7 @@ class MultiAsyncCollector(MultiCollector):
             for work in workers.done:
                 if work.index in waiting:
                     waiting[work.index] += 1
-            for index in workers.indices:
+            for index in sorted(workers.indices, key=workers.last_ticket.__getitem__):  # whoever waits longest first
                 under_way = workers.outstanding(index) + waiting[index]
                 if under_way >= self.config.slots_per_worker:
                     continue
@@ -101,7 +121,9 @@ class MultiAsyncCollector(MultiCollector):
                 steps = self._steps_left(index)
                 if not steps:
                     return
-                workers.issue(self._work(index, steps, writes))
+                work = self._work(index, steps, writes)
+                work.version = self._publisher.version
+                workers.issue(work)
 
     @property
     def _under_way(self) -> int:

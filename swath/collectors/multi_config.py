@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any
 
 from swath.collectors.config import CollectorConfig, PolicyVersion
 from swath.errors import suggestion
 from swath.rollout.devices import Devices, as_device
 from swath.runtime.process import METHODS
-
-Config = TypeVar("Config", bound="MultiConfig")
 
 ON_FAILURE = ("raise", "restart", "drop")
 PER_WORKER = ("device", "storing_device", "policy_device", "env_device")
@@ -75,11 +73,6 @@ class MultiConfig(CollectorConfig):
     weight_updater: Any = None
     weight_sync_schemes: Any = None
     weight_recv_schemes: Any = None
-
-    @classmethod
-    def for_workers(cls: type[Config], owner: str, workers: int, given: Mapping[str, Any]) -> Config:
-        """A checked config for `workers` workers."""
-        return cls.from_arguments(owner, {**given, "num_workers": workers})
 
     def __post_init__(self) -> None:
         """Refuse what cannot be right, for any worker."""

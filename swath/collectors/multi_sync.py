@@ -34,10 +34,19 @@ class MultiSyncCollector(MultiCollector):
     def _begin(self) -> None:
         self._arenas: dict[Any, SharedArena] = {}
         super()._begin()
+        time, how = len(self._layout.batch_size), self.config.cat_results
+        if len(set(self._steps.values())) > 1 and isinstance(how, int) and how not in (-1, time):
+            raise ValueError(
+                f"cat_results={how} puts lanes of all workers beside each other, but frames_per_batch="
+                f"{self.config.frames_per_batch} gives them {sorted(set(self._steps.values()))} steps: use -1."
+            )
 
     def _raw_batches(self) -> Iterator[TensorDictBase]:
         while not self._budget.is_spent and not self.closed:
-            yield self._stored(self._collect())
+            works = self._collect()
+            yield self._stored(self._joined(works))
+            self._give_up([work.ends for work in works])
+            del works
         self._raise_again()
         self.shutdown()
 
@@ -75,11 +84,16 @@ class MultiSyncCollector(MultiCollector):
             left -= shares[index] * lanes
         return {index: steps for index, steps in shares.items() if steps}
 
-    def _collect(self) -> TensorDictBase:
+    def _collect(self) -> list[Work]:
         self._before_batch()
-        works = self._await(self._laid_out(self._shares()))
+        return self._await(self._laid_out(self._shares()))
+
+    def _joined(self, works: list[Work]) -> TensorDictBase:
         how = STACK if self.config.cat_results is None else self.config.cat_results
-        marks_gaps = self.config.preemptive_threshold not in (None, 1.0)
+        is_taken_apart = self.config.split_trajs or self.config.trajs_per_batch is not None
+        if how == STACK and is_taken_apart and len({work.steps for work in works}) > 1:
+            how = -1  # a ragged stack has no rows to take episodes from
+        marks_gaps = self.config.preemptive_threshold not in (None, 1.0) or self.config.interruptor is not None
         return joined(works, self._layout.delivered, self._layout.batch_size, how, marks_gaps=marks_gaps)
 
     def _laid_out(self, shares: dict[int, int]) -> list[Work]:

@@ -31,6 +31,7 @@ from swath.collectors.messages import (
     Task,
 )
 from swath.collectors.shared_arena import WorkerSlots
+from swath.envs import EnvBase, as_env
 from swath.modules import RandomPolicy
 from swath.runtime import ChannelClosedError, Failure, Goodbye
 from swath.weights import Layout, Subscriber, TakeFrom
@@ -86,11 +87,11 @@ class Session:
         )
 
     def _made(self, task: Task) -> Collector:
+        task.registered.adopt()
         if task.init_fn is not None:
             task.init_fn()
         config = replace(task.config, interruptor=self._attention, worker_idx=task.index)
-        collector = Collector.of(config, task.create_env_fn, task.policy)
-        collector.env.first_lane = task.index * collector.env.num_lanes
+        collector = Collector.of(config, self._make_env, task.policy)
         collector._loop.lanes.ids.renumber(task.number)
         if collector._writer is not None:
             collector._writer.stopping = self._should_not_wait
@@ -100,6 +101,12 @@ class Session:
         if task.seed is not None:
             collector.set_seed(*task.seed)
         return collector
+
+    def _make_env(self, **kwargs: Any) -> EnvBase:
+        """The worker's env, which knows its place among the lanes of all workers before it is reset."""
+        env = as_env(self._task.create_env_fn, kwargs)
+        env.first_lane = self._task.index * env.num_lanes
+        return env
 
     def _should_not_wait(self) -> bool:
         """Whether to write at once what waits for its turn in the replay buffer."""
@@ -224,15 +231,21 @@ class Session:
 
     def _answer(self, call: Call) -> None:
         if call.clears:
-            self._work.clear()
+            self._forget_work()
         try:
             self._adopt()
             answer = Answer(call.number, self.collector.cascade_execute(call.path, *call.args, **(call.kwargs or {})))
             self._channel.send(answer, by_value=True)
         except Exception as error:
-            if self._is_local:
-                raise
             self._channel.send(Answer(call.number, failure=Failure.of(error)))
+
+    def _forget_work(self) -> None:
+        """Do nothing of what waits; but memory that it tells of is told of only once, and will be used for other work."""
+        for work in self._work:
+            if isinstance(work, Collect):
+                self._slots.forget(work.forget)
+                self._slots.slot(work.memory)
+        self._work.clear()
 
     @property
     def _is_local(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import time
 import warnings
 from collections import deque
@@ -30,7 +31,7 @@ from swath.collectors.messages import (
 from swath.collectors.multi_config import MultiConfig
 from swath.collectors.shared_arena import SharedArena
 from swath.collectors.worker import CollectorWorker
-from swath.errors import annotate
+from swath.errors import ClosedError, annotate
 from swath.rollout import Slot
 from swath.runtime import Crew, Died, StallWarning
 from swath.weights import TakeFrom
@@ -54,9 +55,19 @@ class Work:
     slot: Slot | None = None
     first_row: int = 0
     ticket: int = 0
+    version: int = 0
+    """Of the weights when it was given out: it is done with these or newer ones."""
     receipt: Collected | None = None
     is_lost: bool = False
     """Whether its worker was dropped before it was done."""
+    ends: int | None = None
+    """The number of a worker whose open episodes end with it, as they cannot be gone on with."""
+    claim: object = None
+    """Keeps the slot for this work until it is delivered or forgotten; see NOTE [Slot ownership]."""
+
+    def __post_init__(self) -> None:
+        """Claim the slot."""
+        self.claim = None if self.slot is None else self.slot.claim()
 
     @property
     def is_over(self) -> bool:
@@ -107,6 +118,8 @@ class Workers:
         self._outstanding: dict[int, deque[Work]] = {index: deque() for index in range(config.workers)}
         self._asked: dict[int, tuple[int, Call | Rest]] = {}
         self._answers: dict[int, Answer] = {}
+        self.last_ticket = dict.fromkeys(range(config.workers), 0)
+        """Of the last work that each worker was given."""
         self._known: dict[int, set[int]] = {}
         self._numbers = itertools.count(1)
         self._pulse: dict[int, tuple[float, float]] = {}
@@ -116,6 +129,9 @@ class Workers:
         self.spent: set[int] = set()
         """Those of them that have nothing more to collect."""
         self._resting = 0
+        self.is_closed = False
+        self._attending = threading.RLock()
+        """One thread at a time attends; others need not."""
 
     # -- beginning and ending ----------------------------------------------------------------------------------
 
@@ -157,6 +173,7 @@ class Workers:
 
     def shutdown(self, timeout_s: float | None) -> None:
         """End all workers; see NOTE [Shutdown]."""
+        self.is_closed = True
         for index in self._crew.processes:
             self.board.stop(index)
         self._crew.shutdown(timeout_s)
@@ -165,8 +182,9 @@ class Workers:
 
     def issue(self, work: Work) -> None:
         """Let a worker do `work`."""
-        work.ticket = next(self._numbers)
+        work.ticket = self.last_ticket[work.index] = next(self._numbers)
         self._outstanding[work.index].append(work)
+        self._pulse.pop(work.index, None)  # from now on it is expected to move
         self._send_work(work)
 
     def _send_work(self, work: Work) -> None:
@@ -183,6 +201,11 @@ class Workers:
     def outstanding(self, index: int) -> int:
         """How many pieces of work the worker has not finished."""
         return len(self._outstanding[index])
+
+    @property
+    def under_way(self) -> list[Work]:
+        """All work that is not finished."""
+        return [work for works in self._outstanding.values() for work in works]
 
     @property
     def frames_under_way(self) -> int:
@@ -223,6 +246,7 @@ class Workers:
 
     def _put(self, index: int, question: Call | Rest) -> None:
         self._asked[question.number] = (index, question)
+        self._pulse.pop(index, None)
         self._crew.send(index, question, by_value=True)
 
     def _answered(self, asked: dict[int, int], path: str) -> dict[int, Any]:
@@ -281,30 +305,44 @@ class Workers:
         """Wait for something to come from workers, and see to it; raises what cannot be mended."""
         if self.failure is not None:
             raise self.failure
-        for index, message in self._crew.wait(timeout_s):
-            if index not in self._crew.processes:
-                continue
-            match message:
-                case Collected():
-                    self._finish(index, message)
-                case Answer():
-                    if self._asked.pop(message.number, None) is not None:
-                        self._answers[message.number] = message
-                case Ready():
-                    self.ready[index] = message
-                    self.lanes[index] = math.prod(message.batch_size)
-                case Spent():
-                    self.spent.add(index)
-                case Failed(failure=failure, doing=doing):
-                    pid = self._crew.processes[index].pid
-                    self._fail(
-                        index, failure.error(f"Raised in worker {index} (pid {pid}) of {self.name} while {doing}.")
-                    )
-                case Died():
-                    self._fail(index, self._crew.death(index, message, self._doing(index)))
-                case _:
-                    raise TypeError(f"Nobody knows what to do with {message!r} of worker {index}.")
-        self._look_for_stalls()
+        if not self._attending.acquire(timeout=timeout_s):
+            return  # another thread sees to it
+        try:
+            if self.is_closed:
+                raise ClosedError(f"{self.name} was shut down while it was waited for.")
+            news = deque(self._crew.wait(timeout_s))
+            try:
+                while news:
+                    index, message = news.popleft()
+                    if isinstance(message, Failed | Died):  # nothing more is to be had of it; another may replace it
+                        news = deque(pair for pair in news if pair[0] != index)
+                    if index in self._crew.processes:
+                        self._see_to(index, message)
+            finally:
+                self._crew.unread(news)  # if something was raised, nothing is lost by it
+            self._look_for_stalls()
+        finally:
+            self._attending.release()
+
+    def _see_to(self, index: int, message: Any) -> None:
+        match message:
+            case Collected():
+                self._finish(index, message)
+            case Answer():
+                if self._asked.pop(message.number, None) is not None:
+                    self._answers[message.number] = message
+            case Ready():
+                self.ready[index] = message
+                self.lanes[index] = math.prod(message.batch_size)
+            case Spent():
+                self.spent.add(index)
+            case Failed(failure=failure, doing=doing):
+                pid = self._crew.processes[index].pid
+                self._fail(index, failure.error(f"Raised in worker {index} (pid {pid}) of {self.name} while {doing}."))
+            case Died():
+                self._fail(index, self._crew.death(index, message, self._doing(index)))
+            case _:
+                raise TypeError(f"Nobody knows what to do with {message!r} of worker {index}.")
 
     def _doing(self, index: int) -> str:
         if index not in self.ready:
@@ -325,6 +363,7 @@ class Workers:
         for index, process in self._crew.processes.items():
             is_busy = bool(self._outstanding[index]) or (self.free is not None and index not in self.spent)
             is_busy = (is_busy and not self._resting) or any(owner == index for owner, _ in self._asked.values())
+            is_busy = is_busy or index not in self.ready
             beats = self.board.beats(index)
             last, since = self._pulse.get(index, (-1.0, now))
             if not is_busy or beats != last:
@@ -332,7 +371,8 @@ class Workers:
                 self._stalled.discard(index)
             elif now - since > self.config.stall_warning_s and index not in self._stalled:
                 self._stalled.add(index)
-                state = "it is stopped (SIGSTOP or a debugger)" if process.is_stopped else "a step or a call takes long"
+                state = "a step or a call takes long" if index in self.ready else "it is making its env and policy"
+                state = "it is stopped (SIGSTOP or a debugger)" if process.is_stopped else state
                 warnings.warn(
                     f"Worker {index} (pid {process.pid}) of {self.name} has made no step for {now - since:.0f} s: "
                     f"{state}. Waiting goes on; stall_warning_s={self.config.stall_warning_s:g} says when to warn.",
@@ -370,8 +410,6 @@ class Workers:
     def _restart(self, index: int, error: BaseException) -> None:
         self._restarted[index] = self._restarted.get(index, 0) + 1
         self.restarts += 1
-        told = f"Worker {index} of {self.name} is restarted ({self._restarted[index]} of {self.config.max_restarts})"
-        warnings.warn(f"{told}: {_summary(error)}", WorkerRestartedWarning, stacklevel=5)
         self._hire(index, replaces=True)
         for owner, question in list(self._asked.values()):
             if owner == index:
@@ -382,23 +420,22 @@ class Workers:
             self._crew.send(index, self.free)
         for work in self._outstanding[index]:
             self._send_work(work)
+        told = f"Worker {index} of {self.name} is restarted ({self._restarted[index]} of {self.config.max_restarts})"
+        warnings.warn(f"{told}: {_summary(error)}", WorkerRestartedWarning, stacklevel=5)
 
     def _drop(self, index: int, error: BaseException) -> None:
         if len(self._crew) == 1:
             annotate(error, "No worker is left.")
             self.failure = error
             raise error
-        warnings.warn(
-            f"Worker {index} of {self.name} is dropped, {len(self._crew) - 1} are left: {_summary(error)}",
-            WorkerRestartedWarning,
-            stacklevel=5,
-        )
         self._crew.dismiss(index)
         self._asked = {number: asked for number, asked in self._asked.items() if asked[0] != index}
         for work in self._outstanding[index]:
             work.is_lost = True
         self._outstanding[index].clear()
         self.spent.discard(index)
+        told = f"Worker {index} of {self.name} is dropped, {len(self._crew)} are left"
+        warnings.warn(f"{told}: {_summary(error)}", WorkerRestartedWarning, stacklevel=5)
 
 
 def _summary(error: BaseException) -> str:

@@ -317,6 +317,7 @@ class ReplayBuffer:
                 if waited > STALL_WARNING_S and not warned:
                     warned = True
                     warnings.warn(f"sample() has waited {waited:.0f} s for frames: {error}", stacklevel=2)
+            self._pace.feeders.raise_failure()
             self._pace.wait()
 
     def _drawn(self, size: int) -> tuple[Draw, Any]:

@@ -4,7 +4,8 @@ from swath.envs.adapt import as_env
 from swath.envs.base import EnvBase
 from swath.envs.check import check_env
 from swath.envs.gym import GymEnv
+from swath.envs.parallel import ParallelEnv
 from swath.envs.rows import Leaf, Rows
 from swath.envs.serial import SerialEnv
 
-__all__ = ["EnvBase", "GymEnv", "Leaf", "Rows", "SerialEnv", "as_env", "check_env"]
+__all__ = ["EnvBase", "GymEnv", "Leaf", "ParallelEnv", "Rows", "SerialEnv", "as_env", "check_env"]

@@ -21,6 +21,8 @@ from swath.seeding import checked_seed, lane_seed, lane_seeds, next_seed, policy
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
 FLAG = Leaf((1,), torch.bool)
+SURFACE = object()
+"""Stands for the callers of an env's own `reset` and `step`."""
 
 
 class Closable(Protocol):
@@ -219,7 +221,7 @@ class EnvBase:
     def reset(self, tensordict: TensorDictBase | None = None) -> TensorDict:
         """Begin new episodes: in all lanes, or in those that `tensordict["_reset"]` marks."""
         self.must_be_open()
-        self.stepped_by = self
+        self.stepped_by = SURFACE
         out = self._out()
         lanes = list(range(self.num_lanes))
         mask = None if tensordict is None else tensordict.get(RESET, None)
@@ -237,7 +239,7 @@ class EnvBase:
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Step with the actions in `tensordict`; what happened is written to `tensordict["next"]`."""
         self.must_be_open()
-        self.stepped_by = self
+        self.stepped_by = SURFACE
         out = self._out()
         action = self._take_actions(tensordict)
         for key in self.observation_keys:

@@ -18,14 +18,14 @@ from swath.envs.rows import Leaf, Rows
 from swath.envs.serial import SerialEnv
 from swath.envs.shared_rows import SharedRows
 from swath.errors import annotate
-from swath.keys import RESET
+from swath.keys import RESET, Key
 from swath.runtime import Channel, Failure, Goodbye, Member, follow
 
 STEP, BEGIN = range(2)
 """What a round is for; the first of its orders. The second is the number of the rows to write into."""
 GOING_ON, FINISHED, FAILED = range(3)
 """The outcomes of a round; the largest counts."""
-MARKS = {RESET: Leaf((), torch.bool)}
+MARKS: dict[Key, Leaf] = {RESET: Leaf((), torch.bool)}
 """What lies beside the actions: which lanes a round shall reset."""
 
 
@@ -100,6 +100,7 @@ class EnvWorker:
             envs = make_all(makers)
         except Exception as error:
             channel.send(Failed(Failure.of(error)))
+            channel.receive()  # to end before we are told would be a death
             return
         _answer(channel, [Layout.of(env) for env in envs])
         try:
@@ -207,6 +208,7 @@ class Stepper:
 
     def _each(self, ask: Callable[[EnvBase], Any]) -> list[Any]:
         found = []
-        for self._env.failed, env in enumerate(self._env.envs):
+        for index, env in enumerate(self._env.envs):
+            self._env.failed = index
             found.append(ask(env))
         return found

@@ -31,7 +31,7 @@ class SerialEnv(EnvBase):
     def __init__(
         self,
         num_workers: int,
-        create_env_fn: EnvFactory | Sequence[EnvFactory],
+        create_env_fn: EnvFactory | Sequence[EnvFactory] | Sequence[EnvBase],
         *,
         create_env_kwargs: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
         device: torch.device | str | None = None,
@@ -82,15 +82,15 @@ class SerialEnv(EnvBase):
             return
         if out is not self._bound_out:
             self._bind_out(out)
-        size = self.envs[0].num_lanes
-        for index, (env, part) in enumerate(zip(self.envs, self._outs, strict=True)):
-            own = [lane - index * size for lane in lanes if lane // size == index]
-            if own:
-                try:
+        size, index = self.envs[0].num_lanes, 0
+        try:
+            for index, (env, part) in enumerate(zip(self.envs, self._outs, strict=True)):
+                own = [lane - index * size for lane in lanes if lane // size == index]
+                if own:
                     env.reset_into(own, part)
-                except Exception as error:
-                    self._name(error, index)
-                    raise
+        except Exception as error:
+            self._name(error, index)
+            raise
 
     def step_into(self, action: Rows, out: Rows) -> bool:
         """Step every env on its part of the rows."""
@@ -104,13 +104,13 @@ class SerialEnv(EnvBase):
             self._actions, self._bound_action = self._split(action), action
         if out is not self._bound_out:
             self._bind_out(out)
-        finished = False
-        for index, env in enumerate(self.envs):
-            try:
+        finished, index = False, 0
+        try:
+            for index, env in enumerate(self.envs):
                 finished |= env.step_into(self._actions[index], self._outs[index])
-            except Exception as error:
-                self._name(error, index)
-                raise
+        except Exception as error:
+            self._name(error, index)
+            raise
         return finished
 
     def _bind_out(self, out: Rows) -> None:

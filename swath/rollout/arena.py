@@ -3,7 +3,8 @@
 NOTE [Slot ownership]: a slot is written by the loop, then lent to the consumer, and comes back by itself. Each delivery
 wraps the slot's memory in fresh array objects, over which the delivered tensors lie. The slot only remembers these
 arrays weakly: when the last tensor, view or slice of the batch has died, so have they, and the slot may be filled
-again. A batch of which anything is kept is therefore never overwritten, and one that is let go costs no allocation.
+again. Whoever has it filled elsewhere, and has nothing to lend yet, holds a claim to it, which counts the same. A batch
+of which anything is kept is therefore never overwritten, and one that is let go costs no allocation.
 Nothing is called when a batch dies; the arena looks when it needs a slot, and only at a few, however many are kept.
 """
 
@@ -52,11 +53,17 @@ class Slot:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody holds anything of the last delivery."""
+        """Whether nobody has a claim to it, or holds anything of the last delivery."""
         if any(ref() is not None for ref in self._lent):
             return False
         self._lent.clear()
         return True
+
+    def claim(self) -> object:
+        """Something that keeps the slot from being used for anything else for as long as it is held."""
+        claim = np.empty(0)
+        self._lent.append(weakref.ref(claim))
+        return claim
 
     def lend(self, keys: Iterable[Key], steps: int) -> dict[Key, Tensor]:
         """Ordinary tensors `[*batch_size, steps, ...]` of the entries `keys`, over the slot's memory.

@@ -3,6 +3,7 @@
 from swath.runtime.channel import Channel, ChannelClosedError
 from swath.runtime.crew import Crew, Died, Goodbye
 from swath.runtime.faults import Failure, RemoteTraceback, StallWarning, WorkerDiedError, WorkerError
+from swath.runtime.interrupts import Undisturbed
 from swath.runtime.liveness import is_alive, own_birth
 from swath.runtime.locks import ProcessLock
 from swath.runtime.memory import Block, FileBlock, MemoryBlock
@@ -25,6 +26,7 @@ __all__ = [
     "RemoteTraceback",
     "Rounds",
     "StallWarning",
+    "Undisturbed",
     "WorkerDiedError",
     "WorkerError",
     "follow",

@@ -42,6 +42,7 @@ class Channel:
         """Own `end`."""
         end.setblocking(False)
         self._socket = end
+        self._unsent = b""
         self._bytes = bytearray()
         self._fds: deque[int] = deque()
         self._incoming = select.poll()
@@ -68,33 +69,60 @@ class Channel:
         self.send_packed(pack(message, by_value=by_value), timeout_s)
 
     def send_packed(self, packed: tuple[bytes, list[int]], timeout_s: float = SEND_S) -> None:
-        """Send what `pack` has made of a message."""
-        data, fds = packed
-        view, deadline = memoryview(HEADER.pack(len(data), len(fds)) + data), time.monotonic() + timeout_s
+        """Send what `pack` has made of a message.
+
+        Raises TimeoutError if the other side takes nothing, or not all of it: then the rest goes before the next message.
+        """
+        deadline = time.monotonic() + timeout_s
+        if self._unsent:
+            self._unsent = self._rest_of(self._unsent, [], deadline)
+        if not self._unsent:
+            data, fds = packed
+            message = HEADER.pack(len(data), len(fds)) + data
+            rest = self._rest_of(message, fds, deadline)
+            if not rest:
+                return
+            self._unsent = rest if len(rest) < len(message) else b""
+        raise TimeoutError("The other side of the channel takes no messages: it is stopped, or stuck.")
+
+    def _rest_of(self, data: bytes, fds: list[int], deadline: float) -> bytes:
+        """Send `data`, and return what could not be sent in time."""
+        view = memoryview(data)
         while view:
             try:
                 sent = socket.send_fds(self._socket, [view], fds) if fds else self._socket.send(view)
             except BlockingIOError:
-                self._await_room(deadline)
+                if not self._has_room(deadline):
+                    break
                 continue
-            except (BrokenPipeError, ConnectionResetError, OSError) as error:
+            except OSError as error:
                 raise ChannelClosedError("The other side of the channel has ended.") from error
             view, fds = view[sent:], []
+        return bytes(view)
 
-    def _await_room(self, deadline: float) -> None:
+    def _has_room(self, deadline: float) -> bool:
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise TimeoutError("The other side of the channel takes no messages: it is stopped, or stuck.")
+        return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
     def receive_all(self) -> list[Any]:
         """All messages that have come; raises ChannelClosedError when there are none and none will come."""
         is_open = self._pump()
+        messages = self._whole_ones()
+        if not messages and not is_open:
+            raise ChannelClosedError("The other side of the channel has ended.")
+        return messages
+
+    def receive_rest(self) -> list[Any]:
+        """All that has come from a process that has ended: nothing more will, even if a child of it has its end."""
+        while self._incoming.poll(0) and self._pump():
+            pass
+        return self._whole_ones()
+
+    def _whole_ones(self) -> list[Any]:
         messages = []
         while (message := self._next()) is not _NOTHING:
             messages.append(message)
-        if not messages and not is_open:
-            raise ChannelClosedError("The other side of the channel has ended.")
         return messages
 
     def receive(self, timeout_s: float | None = None) -> Any:

@@ -59,7 +59,7 @@ class Crew:
         """Start a worker that runs `target`, in the place of a former one of that index."""
         self.dismiss(index)
         process = start(target, self._method, self._threads, self._warns)
-        self.processes[index] = process
+        self.processes = dict(sorted({**self.processes, index: process}.items()))
         for fd in (process.channel.fileno(), process.sentinel):
             self._poll.register(fd, select.POLLIN)
             self._by_fd[fd] = index
@@ -96,35 +96,38 @@ class Crew:
                 news.extend((index, message) for message in self._heard(index))
             if time.monotonic() >= deadline:
                 break
-        return news
+        return self._shown(news)
 
     def unread(self, news: Iterable[tuple[int, Any]]) -> None:
         """Put messages back, to be the first that `wait` returns."""
         self._unread = [*news, *self._unread]
 
     def _heard(self, index: int) -> Iterator[Any]:
-        process = self.processes[index]
+        process = self.processes.get(index)
+        if process is None:  # another thread has dismissed it
+            return
         has_ended = process.wait(0.0)
-        messages: list[Any] = []
         try:
-            messages = process.channel.receive_all()
-            while has_ended:  # all that it had sent before
-                messages += process.channel.receive_all()
+            yield from process.channel.receive_rest() if has_ended else process.channel.receive_all()
         except ChannelClosedError:
-            has_ended = process.wait(LAST_WORDS_S)
-            if not has_ended:  # it has closed its channel, and lives on: there is nothing to be had of it
+            if not process.wait(LAST_WORDS_S):  # it has closed its channel, and lives on: nothing is to be had of it
                 process.signal(9)
-                has_ended = process.wait(LAST_WORDS_S)
-        for message in messages:
+                process.wait(LAST_WORDS_S)
+            has_ended = True
+        if has_ended:
+            self._release(index)
+            yield Died(process.exitcode)
+
+    def _shown(self, news: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        """`news` without what is told here. If that raises, as warnings may, the rest is there for the next call."""
+        self._unread = [(index, message) for index, message in news if not isinstance(message, Warned | CouldNotBegin)]
+        for index, message in news:
             if isinstance(message, Warned):
                 warnings.warn_explicit(f"{self.name} {index}: {message.text}", message.category, "swath", index)
             elif isinstance(message, CouldNotBegin):
                 raise message.failure.error(f"Raised in {self.name.lower()} {index}, which could not read its task.")
-            else:
-                yield message
-        if has_ended:
-            self._release(index)
-            yield Died(process.exitcode)
+        unread, self._unread = self._unread, []
+        return unread
 
     def _release(self, index: int) -> None:
         """Wait no longer for a worker that has ended."""

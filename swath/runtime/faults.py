@@ -58,6 +58,13 @@ class StallWarning(UserWarning):
     """A worker has made no step for long."""
 
 
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as failure:  # of a type that cannot say what it is about
+        return f"<its __str__ raises {type(failure).__name__}>"
+
+
 def in_words(exitcode: int | None) -> str:
     """How a process has ended."""
     if exitcode is None:
@@ -84,7 +91,7 @@ class Failure:
     """An exception on its way to another process."""
 
     packed: bytes | None
-    """(type, args, attributes), if they can be pickled."""
+    """(type, args, attributes) or the exception itself, if they can be pickled."""
     summary: str
     trace: str
 
@@ -92,17 +99,23 @@ class Failure:
     def of(error: BaseException) -> Failure:
         """`error`, with its traceback."""
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        summary = f"{type(error).__name__}: {error}"
+        text = _text(error)
+        summary = f"{type(error).__name__}: {text}"
         if not isinstance(error, Exception):  # such as SystemExit, which would end the process that is told of it
             return Failure(None, summary, trace)
-        for content in (vars(error), {"__notes__": getattr(error, "__notes__", [])}):
+        usable: bytes | None = None
+        notes = {"__notes__": getattr(error, "__notes__", [])}
+        kind, args = type(error), error.args
+        for parts in ((kind, args, vars(error)), error, (kind, args, notes)):
             try:
-                packed = cloudpickle.dumps((type(error), error.args, content))
-                _rebuilt(packed)
+                packed = cloudpickle.dumps(parts)
+                rebuilt = _rebuilt(packed)
             except Exception:  # whatever an exception's own parts may do when they are pickled
                 continue
-            return Failure(packed, summary, trace)
-        return Failure(None, summary, trace)
+            usable = usable or packed
+            if _text(rebuilt) == text:
+                return Failure(packed, summary, trace)
+        return Failure(usable, summary, trace)
 
     def error(self, place: str) -> BaseException:
         """The exception: of its own type where possible, with its traceback as the cause and `place` as a note."""
@@ -116,8 +129,11 @@ class Failure:
 
 
 def _rebuilt(packed: bytes) -> BaseException:
-    """Without calling the type's constructor, whose arguments may be anything."""
-    kind, args, content = cloudpickle.loads(packed)
+    """Best without calling the type's constructor, whose arguments may be anything; some types have a way of their own."""
+    parts = cloudpickle.loads(packed)
+    if isinstance(parts, BaseException):
+        return parts
+    kind, args, content = parts
     error: Any = kind.__new__(kind, *args)
     error.args = args
     vars(error).update(content)

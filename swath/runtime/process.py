@@ -50,6 +50,7 @@ class Process:
         self._has_ended = False
         self._is_own_child = is_own_child
         self._owner = os.getpid()
+        self._asking = threading.Lock()
         _processes.add(self)
 
     @property
@@ -73,9 +74,11 @@ class Process:
         poll.register(self.sentinel, select.POLLIN)
         if not poll.poll(max(0.0, timeout_s) * 1000):
             return False
-        self._has_ended = True
-        self.exitcode = self._status()
-        os.close(self.sentinel)
+        with self._asking:
+            if not self._has_ended:  # another thread may have asked too
+                self.exitcode = self._status()
+                self._has_ended = True
+                os.close(self.sentinel)
         return True
 
     def _status(self) -> int | None:

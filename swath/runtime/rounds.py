@@ -99,7 +99,7 @@ def _arrived(place: int) -> Event:
 
 
 def _words(block: Block) -> memoryview:
-    return memoryview(block.array((block.size // 8,), np.int64))
+    return memoryview(block.array((block.size // 8,), np.int64))  # type: ignore[arg-type]
 
 
 def _of(member: int) -> int:
@@ -112,8 +112,9 @@ class Rounds:
 
     def __init__(self, members: int) -> None:
         """Begin with none."""
-        self._block = MemoryBlock(8 * _of(members))
-        self._words = _words(self._block)
+        block = MemoryBlock(8 * _of(members))
+        self._block: Block | None = block
+        self._words = _words(block)
         self._events = {name: Event() for name in ("home", "gong 0", "gong 1")}
         self._events["left"] = Event(by_ones=True)
         self._bells = [Event() for _ in range(members)]
@@ -124,13 +125,12 @@ class Rounds:
         self._gong = 0
         self.number = 0
         """The round that was begun last."""
-        self.is_begun = True
-        """Whether all that were called have been told; if not, an interrupt came between, and nobody can go on."""
         self.orders = self._words[LINE : LINE + ORDERS]
         """Numbers for the members to read in a round."""
 
     def member(self, index: int, *, spins: bool) -> Member:
         """What the member `index` needs; it is sent to another process, and `spins` if there is a core for it."""
+        assert self._block is not None, "there are no rounds any more"
         return Member(index, self._block, self._bells[index], self._events, spins and KEEPS_ORDER)
 
     def fileno(self) -> int:
@@ -141,7 +141,6 @@ class Rounds:
         """Call `members`, or all. What they need to know must lie in its place already."""
         words, number = self._words, self.number + 1
         called = self._all if members is None else members
-        self.is_begun = False
         self.number, self._called = number, called
         words[RUNG] = members is None
         if len(called) > 1:
@@ -156,7 +155,6 @@ class Rounds:
         else:
             for member in members:
                 self._bells[member].lift()
-        self.is_begun = True
 
     def is_over(self) -> bool:
         """Whether everybody has finished."""
@@ -190,9 +188,11 @@ class Rounds:
         return [member for member in self._called if self._words[_of(member) + FINISHED] != self.number]
 
     def close(self) -> None:
-        """Close all events. May be called again."""
+        """Close all events, and let the memory go. May be called again; there are no rounds any more."""
         for event in (*self._events.values(), *self._bells):
             event.close()
+        self._words = self.orders = memoryview(b"")
+        self._block = None
 
 
 class Member:

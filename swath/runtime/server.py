@@ -28,7 +28,8 @@ FORK, EXEC = b"f", b"x"
 FDS = 4
 """Per request: the worker's end of its channel, the pipe for its status, and its stdout and stderr."""
 EXECUTED = """import sys; sys.path[:] = {path!r}
-import socket; from swath.runtime.child import run
+import os, socket; from swath.runtime.child import run
+os.set_inheritable({fd}, False)
 run(socket.socket(fileno={fd}))"""
 
 
@@ -100,6 +101,7 @@ class _Server:
                 os.close(fd)
             return
         try:
+            os.close(status)  # ours alone: it must end with us, whoever is forked from a worker
             self._become_worker(request, channel, (out, err), server)
         finally:
             os._exit(1)

@@ -7,15 +7,19 @@ class TestMyEnv(EnvConformance):
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
 
-from swath.collectors import BaseCollector
+from swath.collectors import BaseCollector, PolicyVersion
 from swath.envs import EnvBase, Rows
 from swath.keys import DONE, FLAGS, MASK, NEXT, OBSERVATION, RESET, REWARD, TRAJ_IDS
 from swath.testing.checks import assert_follows, assert_frames_belong, assert_whole_episodes, assert_whole_in_a_row
@@ -131,8 +135,13 @@ class CollectorConformance:
     """What every collector must do, told by counting envs.
 
     `make_collector(lanes, lengths, **options)` makes a collector of `lanes` counting envs (0: one without a batch
-    dimension) whose episodes have `lengths`.
+    dimension) whose episodes have `lengths`. Its batches are `[lanes, T]`, or `[T]`, and one goes on where the last ended.
     """
+
+    hooks_run_here = True
+    """Whether hooks are called in this process, after `postproc`; otherwise in a worker, with what it has collected."""
+    batches_ahead = 0
+    """How many batches may be collected already while another is delivered."""
 
     def make_collector(self, lanes: int, lengths: Any, **options: Any) -> BaseCollector:
         """A new collector."""
@@ -243,12 +252,16 @@ class CollectorConformance:
         ids = torch.stack([batch.get(TRAJ_IDS)[:, 0] for batch in batches])
         assert len(ids.unique()) == ids.numel()
 
-    def test_postproc_and_hooks(self, make: Make) -> None:
+    def test_postproc_and_hooks(self, make: Make, tmp_path: Path) -> None:
         """In order: before the rollout, post-processing, after it."""
-        calls: list[str] = []
+        calls = tmp_path / "calls"
+
+        def note(call: str) -> None:
+            with calls.open("a") as file:
+                file.write(f"{call}\n")
 
         def postproc(batch: TensorDictBase) -> TensorDictBase:
-            calls.append("postproc")
+            note("postproc")
             return batch.set("seen", torch.ones(*batch.shape, 1))
 
         collector = make(
@@ -257,11 +270,17 @@ class CollectorConformance:
             frames_per_batch=5,
             total_frames=10,
             postproc=postproc,
-            pre_collect_hook=lambda: calls.append("pre"),
-            post_collect_hook=lambda batch: calls.append(f"post {batch.get('seen', None) is not None}"),
+            pre_collect_hook=lambda: note("pre"),
+            post_collect_hook=lambda batch: note(f"post {batch.shape[-1]} {batch.get('seen', None) is not None}"),
         )
         assert all(batch.get("seen", None) is not None for batch in collector)
-        assert calls == ["pre", "postproc", "post True"] * 2
+        noted = calls.read_text().splitlines()
+        if self.hooks_run_here:
+            assert noted == ["pre", "postproc", "post 5 True"] * 2
+        else:
+            assert [call for call in noted if call != "postproc"] == ["pre", "post 5 False"] * 2
+            assert noted.count("postproc") == 2
+            assert noted[-1] == "postproc"
 
     def test_set_truncated_marks_the_last_step(self, make: Make) -> None:
         """And nothing else; what goes on in the next batch is another trajectory."""
@@ -281,6 +300,83 @@ class CollectorConformance:
 
         assert torch.equal(actions(1), actions(1))
         assert not torch.equal(actions(1), actions(2))
+
+    def test_breaking_off_and_going_on(self, make: Make) -> None:
+        """Leaving a loop loses nothing."""
+        collector = make(2, 7, frames_per_batch=6, total_frames=60)
+        parts: list[TensorDictBase] = []
+        while len(parts) < 10:
+            for batch in collector:
+                parts.append(batch)
+                if len(parts) % 3 == 0:
+                    break
+        assert_frames_belong(torch.cat(parts, 1))
+        assert list(collector) == []
+
+    def test_weights_change_when_they_are_published(self, make: Make) -> None:
+        """Not before, and then in whole batches; the frames tell the version."""
+
+        def policy() -> nn.Module:
+            layer = nn.Linear(3, 2)
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+            return TensorDictModule(layer, in_keys=[OBSERVATION], out_keys=["action"])
+
+        collector = make(2, 5, frames_per_batch=8, policy_factory=policy, track_policy_version=PolicyVersion())
+        published, older = 0, 0
+        for batch in collector:
+            version = batch.get("policy_version")
+            assert (version == version.reshape(-1)[0]).all()
+            assert (batch.get("action") == version.reshape(*batch.shape, 1)).all()
+            older = published - int(version.reshape(-1)[0])
+            assert 0 <= older <= self.batches_ahead
+            published += 1
+            collector.update_policy_weights_({"module.bias": torch.full((2,), float(published))})
+            if published == 6:
+                break
+        assert collector.stats()["policy_version"] == 6
+
+    def test_state_can_be_saved(self, make: Make) -> None:
+        """As plain tensors, numbers and dicts, at any moment."""
+        collector = make(2, 5, frames_per_batch=8, total_frames=80, trajs_per_batch=1)
+        for number, _ in enumerate(collector):
+            file = io.BytesIO()
+            torch.save(collector.state_dict(), file)
+            file.seek(0)
+            assert torch.load(file, weights_only=True)["frames"] == collector.stats()["frames"]
+            if number == 2:
+                break
+
+    def test_reset_begins_new_episodes_with_new_ids(self, make: Make) -> None:
+        """And everything else is where it belongs."""
+        collector = make(2, 100, frames_per_batch=8, total_frames=80)
+        before = collector.next()
+        collector.reset()
+        later = torch.cat(list(collector), 1)
+        assert before is not None
+        numbers = later.get(OBSERVATION)  # [2, T, 3]
+        begins = (numbers[..., 2] == 0) & (numbers[..., 1] == 1)
+        assert begins.sum(1).tolist() == [1, 1]
+        at = int(begins[0].nonzero()[0, 0])
+        assert at <= 4 * self.batches_ahead
+        assert_frames_belong(later[:, at:])
+        if at:
+            assert_follows(before, later[:, :at])
+        old, new = ({*part.get(TRAJ_IDS).unique().tolist()} for part in (before, later[:, at:]))
+        assert not old & new
+
+    def test_episodes_cut_off_by_a_reset_are_not_delivered(self, make: Make) -> None:
+        """Only whole ones are, and what is left out is counted."""
+        lengths = [7, 5, 9]
+        collector = make(2, lengths, frames_per_batch=6, total_frames=240, trajs_per_batch=1, traj_format="cat")
+        found = []
+        for number, batch in enumerate(collector):
+            found.extend(assert_whole_in_a_row(batch, lambda lane, episode: lengths[episode % 3]))
+            if number % 3 == 0:
+                collector.reset()
+        stats = collector.stats()
+        assert len(found) == len(set(found))
+        assert sum(lengths[episode % 3] for _, episode in found) + stats["dropped_frames"] == stats["frames"] == 240
 
     def test_shutdown_is_idempotent(self, make: Make) -> None:
         """Twice, before and after use, and in a with block."""

@@ -26,7 +26,8 @@ class TakeFrom:
 class Publisher:
     """The trainer's side: one store per model for all workers, and one more for a worker that is told something else.
 
-    Versions are counted over all models and workers. Of the store for all and its own, a worker takes what is newer.
+    Versions are counted over all models and workers. Of the store for all and its own, a worker takes what is newer,
+    and its own of what is of the same version.
     """
 
     def __init__(self, tell: Callable[[int, TakeFrom], None]) -> None:
@@ -52,6 +53,10 @@ class Publisher:
 
     def publish(self, model_id: str, weights: Mapping[str, Any], workers: Iterable[int]) -> None:
         """Publish weights (by the layout's names) under the present version, for all workers."""
+        before = self._shared[model_id].version
+        for (name, worker), own in list(self._own.items()):
+            if name == model_id and own.version > before and not self.layout(model_id).is_all(weights):
+                self.publish_to(worker, model_id, weights)  # it keeps what it has of its own
         self._shared[model_id] = self._published(
             self._shared[model_id],
             weights,
@@ -64,12 +69,11 @@ class Publisher:
         def tell(store: WeightStore) -> None:
             self._tell(worker, TakeFrom(model_id, store, is_own=True))
 
-        own = self._own.get((model_id, worker))
+        own, shared = self._own.get((model_id, worker)), self._shared[model_id]
+        if shared.version > (-1 if own is None else own.version):
+            weights = {**shared.snapshot(), **weights}
         if own is None:
             own = WeightStore(self.layout(model_id))
-            shared = self._shared[model_id]
-            if shared.version >= 0:
-                weights = {**shared.snapshot(), **weights}
             tell(own)
         self._own[model_id, worker] = self._published(own, weights, tell)
 
@@ -123,8 +127,8 @@ class Subscriber:
     def adopt(self, find: Callable[[str], nn.Module]) -> None:
         """Load what is newer than what the models hold."""
         for model_id in {name for name, _ in self._stores}:
-            stores = [store for (name, _), store in self._stores.items() if name == model_id]
-            newest = max(stores, key=lambda store: store.version)
+            stores = [(is_own, store) for (name, is_own), store in self._stores.items() if name == model_id]
+            _, newest = max(stores, key=lambda pair: (pair[1].version, pair[0]))
             if newest.version > self._held.get(model_id, -1):
                 self._held[model_id] = newest.adopt(partial(find(model_id).load_state_dict, strict=False))
                 self.version = max(self._held.values())

@@ -139,6 +139,10 @@ class Layout:
             prefixes.append(outer[: len(outer) - len(first or "")])
         return Layout(tensors, tuple(name for name in state if name not in tensors), tuple(dict.fromkeys(prefixes)))
 
+    def is_all(self, weights: Mapping[str, Any]) -> bool:
+        """Whether nothing is missing."""
+        return all(name in weights for name in (*self.tensors, *self.extras))
+
     def named(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """`weights` by the model's own names. Raises if anything does not fit."""
         known = {*self.tensors, *self.extras}

@@ -56,9 +56,12 @@ class WeightStore:
             end += -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
         self._extras_at = end
         self._size = page_aligned(end + extra_room)
-        self.block = MemoryBlock(HEAD + COPIES * self._size) if block is None else block
+        self._masks_at = HEAD + COPIES * self._size
+        self.block = MemoryBlock(self._masks_at + COPIES * len(layout.tensors)) if block is None else block
         self._head = self.block.array((EXTRAS + COPIES,), np.int64)
         self._copies = [self.block.array((self._size,), np.uint8, HEAD + i * self._size) for i in range(COPIES)]
+        self._given = self.block.array((COPIES, len(layout.tensors)), np.uint8, self._masks_at)
+        """Which tensors each copy holds: those that were never published are left to the workers."""
         self._views = [self._over(memory) for memory in self._copies]
         if block is None:
             self._head[STAMPS : STAMPS + COPIES] = UNFINISHED
@@ -95,8 +98,10 @@ class WeightStore:
             if len(packed) > self._extra_room:
                 raise DoesNotFitError(len(packed))
         self._head[STAMPS + target] = UNFINISHED
-        if any(name not in weights for name in self._offsets):
+        given = np.array([name in weights for name in self._offsets], np.uint8)
+        if not given.all():
             np.copyto(self._copies[target], self._copies[last])
+        self._given[target] = self._given[last] | given
         with torch.no_grad():
             for name, view in self._views[target].items():
                 if name in weights:
@@ -133,9 +138,10 @@ class WeightStore:
             if version == UNFINISHED:  # we are late: another is the newest by now
                 continue
             extras = self._extra_bytes(copy)
+            views = {name: v for (name, v), given in zip(self._views[copy].items(), self._given[copy], strict=True) if given}
             if self._head[STAMPS + copy] != version:
                 continue
-            load({**self._views[copy], **(pickle.loads(extras) if extras else {})})
+            load({**views, **(pickle.loads(extras) if extras else {})})
             if self._head[STAMPS + copy] == version:
                 return version
 

@@ -1,0 +1,336 @@
+"""ParallelEnv: several envs as one, stepped at the same time in processes of their own.
+
+NOTE [Parallel envs]: a worker process is a SerialEnv on a part of the rows. All rows lie in memory that every process
+maps: the workers read their lanes of the actions and write their lanes of the observations, rewards and flags, and
+nothing is copied or sent. Each step is one round, see NOTE [Rounds]: the actions are put into place, the workers are
+called, and when the last of them has finished, the rows are what `step_into` of any other env would have left there. A
+reset is a round for the workers whose lanes are marked.
+
+Everything else is rare and goes through the channels, as a request to each worker and an answer of each: seeds,
+attributes, and where rows lie. There may be several rows to write into, those of the surface and those of a collector;
+each was told to the workers once, under a number, which is among a round's orders. Rows that somebody has made
+himself, unknown to the workers, are served through rows of our own, by copying. The actions of a policy are copied into
+rows that are told anew when their shape or dtype changes.
+
+An exception in an env is an answer like any other: its worker finishes the round, the exception is raised here, and
+all goes on. A worker that dies finishes nothing, but whoever waits for a round waits for the ends of all processes too.
+What an interrupt leaves unfinished is awaited before anything new is begun.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from swath.envs.base import EnvBase
+from swath.envs.layout import Layout, must_agree
+from swath.envs.parallel_crew import LAST_S, STALL_S, EnvCrew
+from swath.envs.parallel_worker import BEGIN, FINISHED, MARKS, STEP, Call, EnvWorker, Get, Seed, TakeActions, TakeOut
+from swath.envs.registry import Registered
+from swath.envs.rows import Leaf, Rows
+from swath.envs.serial import EnvFactory, SerialEnv, one_each
+from swath.envs.shared_rows import SharedRows
+from swath.errors import UnsupportedEnvError, suggestion
+from swath.keys import RESET, Key
+
+TUNING = (
+    "share_individual_td",
+    "shared_memory",
+    "memmap",
+    "policy_proof",
+    "non_blocking",
+    "use_buffers",
+    "metadata_from_workers",
+    "consolidate",
+    "daemon",
+    "auto_wrap_envs",
+)
+"""Names that users of the founding API may pass: they tune another implementation, and mean nothing here."""
+REFUSED = {
+    "pin_memory": "its rows lie in memory that is shared between processes",
+    "allow_step_when_done": "a lane may always be stepped",
+}
+OWN = (
+    "create_env_kwargs",
+    "envs_per_worker",
+    "device",
+    "num_threads",
+    "num_sub_threads",
+    "mp_start_method",
+    "serial_for_single",
+    "shutdown_timeout",
+    "stall_warning_s",
+)
+
+
+class ParallelEnv(EnvBase):
+    """`num_workers` envs with the batch size `[num_workers, *child]`, stepped at the same time in other processes.
+
+    It does what `SerialEnv` does, with the same data for the same seed. The factories are sent by value, so that
+    lambdas and classes of a script or a notebook will do, and the script needs no `if __name__ == "__main__"`. Envs
+    that were registered with gymnasium in this process are known in the workers.
+
+    Close it when it is no longer needed; one that was forgotten is closed when the process ends.
+    """
+
+    def __new__(cls, num_workers: int, create_env_fn: Any, *, serial_for_single: bool = False, **options: Any) -> Any:
+        """A ParallelEnv; or, with `serial_for_single`, a SerialEnv of the one env."""
+        if serial_for_single and num_workers == 1:
+            given = {name: options[name] for name in ("create_env_kwargs", "device") if name in options}
+            return SerialEnv(num_workers, create_env_fn, **given)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        num_workers: int,
+        create_env_fn: EnvFactory | Sequence[EnvFactory],
+        *,
+        create_env_kwargs: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        envs_per_worker: int = 1,
+        device: torch.device | str | None = None,
+        num_threads: int | None = None,
+        num_sub_threads: int = 1,
+        mp_start_method: str | None = None,
+        serial_for_single: bool = False,
+        shutdown_timeout: float = 4.0,
+        stall_warning_s: float = STALL_S,
+        **tuning: Any,
+    ) -> None:
+        """Start the workers, and wait until they have made their envs.
+
+        Args:
+            num_workers: how many envs.
+            create_env_fn: one factory for all, or a list with one for each.
+            create_env_kwargs: keyword arguments of the factory, or a list with some for each.
+            envs_per_worker: how many envs share a process, in which they are stepped one after the other: for small
+                envs, and where there are fewer cores than envs.
+            device: where the tensors of the surface lie.
+            num_threads: for torch in this process; left as it is if None.
+            num_sub_threads: for torch in each worker.
+            mp_start_method: "forkserver" (the default), "spawn" or "fork".
+            serial_for_single: whether one env alone shall be a SerialEnv in this process.
+            shutdown_timeout: the most seconds that closing may take.
+            stall_warning_s: after how many seconds without a sign a worker is named in a warning.
+            tuning: names that other implementations are tuned with, which have no effect.
+        """
+        _check_names(tuning)
+        factories = one_each("create_env_fn", create_env_fn, num_workers)
+        kwargs = one_each("create_env_kwargs", create_env_kwargs or {}, num_workers)
+        for name, count in (("envs_per_worker", envs_per_worker), ("num_sub_threads", num_sub_threads)):
+            _check_count(name, count)
+        self._shutdown_timeout = _seconds("shutdown_timeout", shutdown_timeout)
+        if num_threads is not None:
+            _check_count("num_threads", num_threads)
+            torch.set_num_threads(num_threads)
+        self._crew = EnvCrew(
+            f"ParallelEnv({num_workers}, ...)",
+            num_workers,
+            envs_per_worker,
+            method=mp_start_method or "forkserver",
+            threads=num_sub_threads,
+            stall_s=_seconds("stall_warning_s", stall_warning_s),
+        )
+        try:
+            layouts = self._hire(factories, kwargs)
+            must_agree("ParallelEnv", layouts)
+            _must_be_on_cpu(layouts)
+            self._take_layout(layouts, device)
+            self._share_actions(layouts[0].actions.leaves)
+        except BaseException:
+            self._crew.close(LAST_S)
+            raise
+
+    def _hire(self, factories: list[Any], kwargs: list[dict[str, Any]]) -> list[Layout]:
+        registered = Registered.here()
+        targets = [
+            EnvWorker(
+                share[0],
+                [factories[env] for env in share],
+                [kwargs[env] for env in share],
+                registered,
+                self._crew.member(index),
+            )
+            for index, share in enumerate(self._crew.shares)
+        ]
+        return [layout for layouts in self._crew.hire(targets) for layout in layouts]
+
+    def _take_layout(self, layouts: list[Layout], device: torch.device | str | None) -> None:
+        first = layouts[0]
+        super().__init__(
+            first.observation_space,
+            first.action_space,
+            batch_size=(len(layouts), *first.batch_size),
+            device=device if device is not None else first.device,
+        )
+        self.observations, self.actions, self.reward_leaf = first.observations, first.actions, first.reward_leaf
+        self.has_truncated = all(layout.has_truncated for layout in layouts)
+        self._layout = first
+        self._crew.name = repr(self)
+        lanes = self.num_lanes // len(layouts)
+        self._lanes_of = [(share[0] * lanes, (share[-1] + 1) * lanes) for share in self._crew.shares]
+        self._numbers: weakref.WeakKeyDictionary[Rows, int] = weakref.WeakKeyDictionary()
+        self._given = 0
+        self._mirror: Rows | None = None
+        self._bound_action: Rows | None = None
+        self._bound_out: Rows | None = None
+        self._copies: list[tuple[np.ndarray, np.ndarray]] = []
+        """Where actions are copied to, and from."""
+
+    @property
+    def out_leaves(self) -> dict[Key, Leaf]:
+        """What a step writes, as the envs themselves say."""
+        return self._layout.out_leaves
+
+    @property
+    def rows_device(self) -> torch.device | None:
+        """Where the envs themselves work: some name of the CPU."""
+        return self._layout.rows_device
+
+    # -- rows --------------------------------------------------------------------------------------------------
+
+    def new_out_rows(self) -> Rows:
+        """Rows that the workers write into themselves."""
+        self.must_be_open()
+        shared = SharedRows.allocate(self.out_leaves, self.batch_size)
+        rows, kept = shared.rows(), tuple(self._numbers.values())
+        self._given += 1
+        self._ask_all(TakeOut(self._given, shared, kept), "taking new rows of")
+        self._numbers[rows] = self._given
+        return rows
+
+    def _bind_out(self, out: Rows) -> bool:
+        """Write into `out` from now on; whether the workers know it."""
+        number = self._numbers.get(out)
+        if number is None:
+            return False
+        self._bound_out, self._out_number = out, number
+        return True
+
+    def _share_actions(self, leaves: dict[Key, Leaf]) -> None:
+        """Make rows for actions of that kind, and tell the workers."""
+        shared = SharedRows.allocate({**leaves, **MARKS}, self.batch_size)
+        self._ask_all(TakeActions(shared), "taking new rows of")
+        self._shared_action, self._action_leaves = shared.rows(), dict(leaves)
+        self._marks = self._shared_action.arrays[RESET]
+
+    def _bind_action(self, action: Rows) -> None:
+        leaves = {key: action.leaf(key) for key in self.action_keys}
+        if leaves != self._action_leaves:
+            self._share_actions(leaves)
+        ours = self._shared_action.arrays
+        self._copies = [(ours[key], action.arrays[key]) for key in self.action_keys]
+        self._bound_action = action
+
+    # -- stepping ----------------------------------------------------------------------------------------------
+
+    def step_into(self, action: Rows, out: Rows) -> bool:
+        """Step all envs at once."""
+        self._crew.settle()
+        if out is not self._bound_out and not self._bind_out(out):
+            return self._through_mirror(out, lambda mirror: self.step_into(action, mirror))
+        if action is not self._bound_action:
+            self._bind_action(action)
+        for ours, given in self._copies:
+            np.copyto(ours, given)
+        return self._round("stepping", STEP) == FINISHED
+
+    def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
+        """Begin new episodes in `lanes`, in those workers that have any of them."""
+        self._crew.settle()
+        if out is not self._bound_out and not self._bind_out(out):
+            self._through_mirror(out, lambda mirror: self.reset_into(lanes, mirror))
+            return
+        self._marks[:] = False
+        self._marks[list(lanes)] = True
+        workers = None
+        if len(lanes) < self.num_lanes:
+            workers = [index for index, (start, stop) in enumerate(self._lanes_of) if self._marks[start:stop].any()]
+        if workers is None or workers:
+            self._round("resetting", BEGIN, workers)
+
+    def _round(self, doing: str, what: int, workers: Sequence[int] | None = None) -> int:
+        try:
+            return self._crew.round(doing, (what, self._out_number), workers)
+        finally:
+            self.is_closed = self._crew.is_closed
+
+    def _ask(self, requests: Sequence[Any], doing: str) -> list[Any]:
+        try:
+            return self._crew.ask(requests, doing)
+        finally:
+            self.is_closed = self._crew.is_closed
+
+    def _ask_all(self, request: Any, doing: str) -> list[Any]:
+        return self._ask([request] * len(self._crew.shares), doing)
+
+    def _through_mirror(self, out: Rows, do: Any) -> bool:
+        """Use rows that the workers know, for rows that they do not."""
+        if self._mirror is None:
+            self._mirror = self.new_out_rows()
+        for key, tensor in self._mirror.tensors.items():
+            tensor.copy_(out.tensors[key])
+        try:
+            return bool(do(self._mirror))
+        finally:
+            for key, tensor in self._mirror.tensors.items():
+                out.tensors[key].copy_(tensor)
+
+    def _set_seeds(self, seeds: list[int]) -> None:
+        self._ask([Seed(seeds[start:stop]) for start, stop in self._lanes_of], "seeding")
+
+    # -- what the envs have ------------------------------------------------------------------------------------
+
+    def get_attr(self, path: str) -> list[Any]:
+        """What is at `path` (names joined by dots, `[i]` and `["key"]`) of each env: copies, as they were sent."""
+        self.must_be_open()
+        return [found for share in self._ask_all(Get(path), f"looking for {path!r} in") for found in share]
+
+    def call(self, path: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call what is at `path` of each env, a method for instance; the results, as they were sent."""
+        self.must_be_open()
+        request = Call(path, args, kwargs)
+        return [result for share in self._ask_all(request, f"calling {path!r} of") for result in share]
+
+    def _close(self) -> None:
+        try:
+            self._crew.close(self._shutdown_timeout)
+        finally:  # rows keep their memory, and a descriptor; others may hold theirs for as long as they like
+            self._out_rows = self._mirror = self._bound_out = self._bound_action = None
+            self._shared_action, self._copies = Rows({}), []
+            self._marks = np.empty(0, bool)
+
+    def __repr__(self) -> str:
+        """Number of envs, and the first."""
+        return f"ParallelEnv({self.batch_size[0]}, {self._layout.name})"
+
+
+def _check_names(given: dict[str, Any]) -> None:
+    for name in given:
+        if name in REFUSED:
+            raise ValueError(f"ParallelEnv takes no {name}: {REFUSED[name]}. Leave it out.")
+        if name not in TUNING:
+            raise TypeError(f"ParallelEnv takes no argument {name!r}.{suggestion(name, (*OWN, *TUNING))}")
+
+
+def _check_count(name: str, given: Any) -> None:
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ValueError(f"{name} must be a positive whole number, got {given!r}.")
+
+
+def _seconds(name: str, given: Any) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not given >= 0:
+        raise ValueError(f"{name} must be a number of seconds, 0 or more, got {given!r}.")
+    return float(given)
+
+
+def _must_be_on_cpu(layouts: list[Layout]) -> None:
+    for index, layout in enumerate(layouts):
+        if layout.rows_device is not None and layout.rows_device.type != "cpu":
+            raise UnsupportedEnvError(
+                f"ParallelEnv shares rows between processes in the memory of the CPU, but env {index} ({layout.name}) "
+                f"works on {layout.rows_device}. Make it on the CPU, or give it many lanes and step it in this process."
+            )
