@@ -1,15 +1,20 @@
 """The benchmarks' own check: what swath delivers there is what everybody must deliver."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks import report
-from benchmarks.catalog import CATALOG
+from benchmarks.catalog import CATALOG, CONTESTANTS, SUITES
+from benchmarks.group import run_group
+from benchmarks.processes import page
 from benchmarks.results import Results
 from benchmarks.run import Plan
 
@@ -25,11 +30,22 @@ def measure(workload: str, contestant: str) -> dict[str, Any]:
     return outcome
 
 
-@pytest.mark.parametrize("workload", list(CATALOG))
+@pytest.mark.parametrize("workload", SUITES["single"])
 def test_swath_delivers_what_is_compared(workload: str) -> None:
     result = measure(workload, "swath")
     for figure in CATALOG[workload].figures:
         assert result[figure.key] > 0
+
+
+@pytest.mark.parametrize("workload", ["W4", "W8b", "W9m", "W11"])
+def test_swath_delivers_what_is_compared_with_several_processes(workload: str) -> None:
+    result = measure(workload, "swath")
+    for figure in CATALOG[workload].figures:
+        assert result[figure.key] > 0
+
+
+def test_gymnasiums_processes_deliver_what_is_compared() -> None:
+    assert measure("W8b", "gym_async")["frames_per_second"] > 0
 
 
 @pytest.mark.parametrize("workload", ["W9a", "W9e", "W9f"])
@@ -75,3 +91,51 @@ def test_who_is_not_available_is_a_row_with_the_reason() -> None:
 def test_a_contestant_runs_only_where_it_takes_part() -> None:
     plan = Plan(["W2", "W9f"], ["swath", "peer_tree", "env_alone"], 1, 1.0)
     assert plan.turns == [("W2", "swath"), ("W2", "env_alone"), ("W9f", "swath"), ("W9f", "peer_tree")]
+
+
+def test_suites_are_published_apart() -> None:
+    everybody = list(CONTESTANTS)
+    assert Plan(SUITES["processes"], everybody, 1, 1.0).suite == "processes"
+    assert Plan(SUITES["single"], everybody, 1, 1.0).suite == "single"
+    assert Plan(SUITES["single"][1:], everybody, 1, 1.0).suite is None
+    assert Plan(SUITES["single"], everybody[1:], 1, 1.0).suite is None
+
+
+def test_a_shorter_time_is_the_better_one() -> None:
+    results = Results(MACHINE, rounds=1, seconds=1.0)
+    results.add("W10", "swath", {"first_seconds": 0.5, "second_seconds": 0.25})
+    results.add("W10", "peer_default", {"first_seconds": 5.0, "second_seconds": 1.0})
+    row = next(line for line in page.markdown(results).splitlines() if line.startswith("| peer_default"))
+    assert "5.00 (5.00 to 5.00) | 10.00x" in row
+    assert "1.00 (1.00 to 1.00) | 4.00x" in row
+
+
+def test_other_work_on_the_machine_is_told() -> None:
+    results = Results(MACHINE, rounds=2, seconds=1.0)
+    for busy in (0.01, 0.5):
+        results.add("W4", "swath", {"frames_per_second": 1000.0, "busy_before": busy})
+    assert "- swath: in 1 round(s) other work took more than 10% of the machine" in page.markdown(results)
+
+
+def test_numbers_of_workers_share_a_table() -> None:
+    results = Results(MACHINE, rounds=1, seconds=1.0)
+    for workload, rate in (("W12x1", 1000.0), ("W12x2", 1900.0)):
+        results.add(workload, "swath", {"frames_per_second": rate, "start_seconds": 0.5})
+    results.add("W12x1", "peer_default", {"frames_per_second": 100.0, "start_seconds": 1.0})
+    results.add("W12x2", "peer_default", {"failed": "no reason"})
+    text = page.markdown(results)
+    assert text.count("## W12") == 1
+    assert "| 1 | 1,000 | 100 (10.00x) | 0.50 | 1.00 (2.00x) |" in text
+    assert "| 2 | 1,900 | failed | 0.50 | failed |" in text
+    assert "- W12x2 peer_default failed in 1 round(s): no reason" in text
+
+
+def test_nothing_outlives_a_measurement(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid)"
+    done = run_group([sys.executable, "-c", script], os.environ, tmp_path, timeout=30, grace=0.1)
+    assert done.returncode == 0
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(int(done.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not psutil.pid_exists(int(done.stdout)) or psutil.Process(int(done.stdout)).status() == "zombie"
+    assert "left processes behind" in capfd.readouterr().err

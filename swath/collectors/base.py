@@ -254,7 +254,7 @@ class BaseCollector(IterableDataset[Any], ABC):
         """The object at `path`, such as `env.batch_size` or `env.envs[0]`."""
         return follow(self, path)
 
-    def cascade_execute(self, path: str, *args: Any, **kwargs: Any) -> Any:
+    def cascade_execute(self, path: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call the method at `path`; a plain attribute is returned as it is."""
         found = follow(self, path)
         if callable(found):

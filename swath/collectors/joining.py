@@ -21,6 +21,7 @@ def named(entries: dict[Key, torch.Tensor], batch_size: Sequence[int]) -> Tensor
     return TensorDict(nest(entries), batch_size=tuple(batch_size), names=names)
 
 
+@torch.inference_mode(False)  # batches are trained on, wherever they were asked for
 def alone(work: Work, keys: Sequence[Key], batch_size: tuple[int, ...]) -> TensorDictBase:
     """The batch of one worker: `[*batch_size, T]`, over the memory of its slot."""
     assert work.slot is not None
@@ -29,6 +30,7 @@ def alone(work: Work, keys: Sequence[Key], batch_size: tuple[int, ...]) -> Tenso
     return named(work.slot.lend(keys, steps), (*batch_size, steps))
 
 
+@torch.inference_mode(False)
 def joined(
     works: Sequence[Work], keys: Sequence[Key], batch_size: tuple[int, ...], how: Any, *, marks_gaps: bool
 ) -> TensorDictBase:

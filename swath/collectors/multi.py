@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import copy
 import os
+import threading
 import time
 import warnings
 import weakref
@@ -24,7 +25,7 @@ from swath.collectors.config import Hook
 from swath.collectors.messages import Ready, RunFree, Task
 from swath.collectors.multi_config import MultiConfig, factories
 from swath.collectors.utils import split_trajectories
-from swath.collectors.workers import Workers
+from swath.collectors.workers import LOOK_S, Workers
 from swath.data import ReplayBuffer
 from swath.envs import EnvBase
 from swath.envs.registry import Registered
@@ -37,7 +38,7 @@ from swath.weights import POLICY_ID, Layout, Publisher, flat_weights, for_worker
 
 Made = TypeVar("Made", bound="MultiCollector")
 EXIT_S = 2.0
-"""How long workers may take to close their envs when the interpreter exits."""
+"""How long the workers of all collectors may take to close their envs when the interpreter exits."""
 LOOK_AGAIN_S = 0.1
 """How often a buffer that is being sampled looks whether the workers are well."""
 GATHERED = ("episodes", "idle_frames", "pending_frames", "dropped_frames")
@@ -100,6 +101,7 @@ class MultiCollector(BaseCollector):
         self._sent_policy = _portable(policy)
         self._registered = Registered.here()
         self._owner = os.getpid()
+        self._closing = threading.RLock()
         # Weakly: a collector that everybody has forgotten must be freed, and its workers with it.
         self._workers = Workers(
             config, weakref.WeakMethod(self._task), weakref.WeakMethod(self._lose_episodes), repr(self)
@@ -294,12 +296,12 @@ class MultiCollector(BaseCollector):
         return batch if device is None else batch.to(device, non_blocking=self.config.no_cuda_sync)
 
     def _must_be_open(self) -> None:
+        if os.getpid() != self._owner:
+            raise ClosedError(f"This collector belongs to the process {self._owner}, of which this one is a fork.")
         if self._workers.failure is not None:
             raise self._workers.failure
         if self.closed:
             raise ClosedError("This collector is shut down; make a new one.")
-        if os.getpid() != self._owner:
-            raise ClosedError(f"This collector belongs to the process {self._owner}, of which this one is a fork.")
 
     def rollout(self) -> TensorDictBase:
         """One batch as it was collected, before any post-processing."""
@@ -326,10 +328,19 @@ class MultiCollector(BaseCollector):
         if self._workers.free is not None:
             return
         self._iterating, self._stream = True, None
+        self._count_written()
         left = -1 if self._budget.is_endless else max(0, self.config.total_frames - self._budget.spent)
         self._shared_budget = SharedBudget(left, self.num_workers)
         buffer.attach(self)
         self._workers.run_free(RunFree(self._shared_budget))
+
+    def _count_written(self) -> None:
+        """Wait for what is under way since somebody has iterated; it is in the buffer, and counts."""
+        while any(self._workers.outstanding(index) for index in self._workers.indices):
+            self._workers.attend(LOOK_S)
+        self._budget.spend(self._undelivered_frames)
+        self._batches += len(self._workers.done)
+        self._workers.done.clear()
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -345,8 +356,9 @@ class MultiCollector(BaseCollector):
         if self._workers.free is None or self.closed:
             yield
             return
-        self._workers.rest()
+        self._must_be_open()
         try:
+            self._workers.rest()
             yield
         finally:
             if not self.closed and self._workers.failure is None:
@@ -428,8 +440,8 @@ class MultiCollector(BaseCollector):
         if source is None:
             if self._given_policy is not None and not isinstance(self._given_policy, nn.Module):
                 raise RuntimeError(
-                    f"The policy is {type(self._given_policy).__name__}, no module, so that it has no weights that could "
-                    "be published: workers keep the copy that they were sent. Give a torch.nn.Module."
+                    f"The policy is {type(self._given_policy).__name__}, no module, so that it has no weights that "
+                    "could be published: workers keep the copy that they were sent. Give a torch.nn.Module."
                 )
             if self._given_policy is None:
                 raise RuntimeError(
@@ -540,7 +552,7 @@ class MultiCollector(BaseCollector):
         """The object at `path`, of each worker's collector."""
         return list(self._ask("get_distant_attr", path).values())
 
-    def cascade_execute(self, path: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def cascade_execute(self, path: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call the method at `path` in each worker's collector."""
         return list(self._ask(path, *args, kwargs=kwargs).values())
 
@@ -679,7 +691,7 @@ class MultiCollector(BaseCollector):
 
     def _gathered(self, rows: list[dict[str, float]]) -> dict[str, Any]:
         assembler, workers = self._assembler, self._workers
-        total = {name: int(sum(row[name] for row in rows)) for name in GATHERED}
+        total = {name: int(sum(row[name] for row in rows) + workers.past.get(name, 0)) for name in GATHERED}
         told: dict[str, Any] = {
             **total,
             **{name: sum(row[name] for row in rows) for name in TIMES},
@@ -709,11 +721,15 @@ class MultiCollector(BaseCollector):
         """End the workers, within `timeout` seconds whatever they do; see NOTE [Shutdown]."""
         if not close_env:
             raise RuntimeError("The envs of worker processes end with them: shutdown(close_env=False) cannot be.")
-        if self.closed:
-            return
-        self.closed = True
         if os.getpid() != self._owner:  # a forked child, which has no part in its parent's workers
+            self.closed = True
             return
+        with self._closing:  # another thread may be at it: then it is over when that one is done
+            if not self.closed:
+                self.closed = True
+                self._shut_down(timeout, raise_on_error)
+
+    def _shut_down(self, timeout: float | None, raise_on_error: bool) -> None:
         self._stream = None
         failure: BaseException | None = None
         if self._workers.free is not None and raise_on_error and self._workers.failure is None:
@@ -786,5 +802,6 @@ _open: weakref.WeakSet[MultiCollector] = weakref.WeakSet()
 @atexit.register
 def _shut_down_forgotten() -> None:
     """Before the interpreter is taken down: workers get the chance to close their envs."""
+    deadline = time.monotonic() + EXIT_S
     for collector in list(_open):
-        collector.shutdown(timeout=EXIT_S, raise_on_error=False)
+        collector.shutdown(timeout=max(0.0, deadline - time.monotonic()), raise_on_error=False)

@@ -54,6 +54,7 @@ class SharedArena(Arena):
         slot, block = self._blocks[number]
         return SlotMemory(number, slot.lanes, first_row, slot.steps, None if is_known else block)
 
+    @torch.inference_mode(False)
     def _allocate(self, steps: int) -> dict[Key, Tensor]:
         rows = math.prod(self._batch_size)
         self._newest = MemoryBlock(_size(self.leaves, rows, steps))

@@ -14,6 +14,7 @@ ID_NAME = as_path(TRAJ_IDS)[-1]
 MASK_NAME = "mask"
 
 
+@torch.inference_mode(False)  # what comes of it is trained on, wherever it was asked for
 def split_trajectories(
     rollout: TensorDictBase,
     *,

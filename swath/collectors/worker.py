@@ -240,7 +240,7 @@ class Session:
             self._channel.send(Answer(call.number, failure=Failure.of(error)))
 
     def _forget_work(self) -> None:
-        """Do nothing of what waits; but memory that it tells of is told of only once, and will be used for other work."""
+        """Do nothing of what waits; but memory that it tells of is told of once only, and used for other work later."""
         for work in self._work:
             if isinstance(work, Collect):
                 self._slots.forget(work.forget)

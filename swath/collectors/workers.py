@@ -109,6 +109,8 @@ class Workers:
         self.restarts = 0
         self.lost_frames = 0
         """Frames of workers that have failed, which nobody has got."""
+        self.past = dict.fromkeys(("episodes", "idle_frames", "dropped_frames"), 0.0)
+        """What workers that have failed had counted."""
         self.discarded_frames = 0
         """Frames that were collected, and given up on purpose: because of a new seed, or another state."""
         self.failure: BaseException | None = None
@@ -399,8 +401,10 @@ class Workers:
             self._restart(index, error)
 
     def _count_loss(self, index: int) -> None:
-        lanes = self.lanes.get(index, 1)
-        self.lost_frames += lanes * self.board.unreported_steps(index) + int(self.board.row(index)["pending_frames"])
+        lanes, row = self.lanes.get(index, 1), self.board.row(index)
+        self.lost_frames += lanes * self.board.unreported_steps(index) + int(row["pending_frames"])
+        for name in self.past:
+            self.past[name] += row[name]
         if self.free is not None:
             self.free.budget.settle(index, 0)
         self.board.clear(index)

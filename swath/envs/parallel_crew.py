@@ -37,7 +37,6 @@ class EnvCrew:
         self.is_closed = False
         self._crew = Crew("Worker", method=method, threads=threads)
         self._rounds = Rounds(len(self.shares))
-        self._spins = len(self.shares) < len(os.sched_getaffinity(0))  # a core for each, and one for us
         self._stall_s = stall_s
         self._poll = select.poll()
         self._poll.register(self._rounds.fileno(), select.POLLIN)
@@ -46,6 +45,8 @@ class EnvCrew:
         self._answers: dict[int, Any] = {}
         self._is_idle = True
         """Whether all that was begun has ended; otherwise an interrupt came between."""
+        self._heard_of = 0
+        """The last round of which it is known who has failed in it."""
         self._is_torn = False
         """Whether something was half said, or half heard: a signal's handler other than that of Ctrl-C has raised."""
         self._undisturbed = Undisturbed()
@@ -53,7 +54,7 @@ class EnvCrew:
 
     def member(self, index: int) -> Member:
         """What the worker `index` needs to take part in rounds."""
-        return self._rounds.member(index, spins=self._spins)
+        return self._rounds.member(index)
 
     def hire(self, targets: Sequence[EnvWorker]) -> list[Any]:
         """Start all workers; the first answer of each, or what the first that fails has raised."""
@@ -83,11 +84,9 @@ class EnvCrew:
     def round(self, doing: str, orders: tuple[int, int], workers: Sequence[int] | None = None) -> int:
         """Let `workers`, or all, do what the `orders` say; the largest outcome. `settle` comes before."""
         rounds = self._rounds
-        with self._undisturbed:
-            self._is_idle, self._is_torn = False, True
-            rounds.orders[0], rounds.orders[1] = orders
-            rounds.begin(workers)
-            self._is_torn = False
+        self._is_idle = False
+        rounds.orders[0], rounds.orders[1] = orders
+        rounds.begin(workers)
         if not rounds.spin():
             rounds.lower()
             self._wait(rounds.is_over, rounds.late, doing)
@@ -95,7 +94,7 @@ class EnvCrew:
         if outcome == FAILED:
             self._await_the_failed()
             self._collect(doing)
-        self._is_idle = True
+        self._heard_of, self._is_idle = rounds.number, True
         return outcome
 
     def _collect(self, doing: str) -> list[Any]:
@@ -113,6 +112,7 @@ class EnvCrew:
         """Those who have failed in a round tell why; some may have done so already."""
         outcomes = zip(self._rounds.called, self._rounds.outcomes(), strict=True)
         self._owing |= {index for index, outcome in outcomes if outcome == FAILED} - set(self._answers)
+        self._heard_of = self._rounds.number
 
     def settle(self) -> None:
         """Before anything new: let end what an interrupt has left unfinished, whatever comes of it."""
@@ -126,7 +126,8 @@ class EnvCrew:
             self.close(LAST_S)
             raise ClosedError(f"{self.name} was interrupted in the middle of a message, and is closed; make a new one.")
         doing = "finishing what was interrupted in"
-        if not self._rounds.is_over():
+        self._rounds.mend()
+        if self._heard_of != self._rounds.number:
             self._wait(self._rounds.is_over, self._rounds.late, doing)
             self._await_the_failed()
         self._wait(lambda: not self._owing, lambda: sorted(self._owing), doing)
@@ -186,7 +187,10 @@ class EnvCrew:
         place = self._place(index)
         if first.env is not None:
             place = f"env {share[first.env]} of {self.name}"
-        error = first.failure.error(f"Raised in worker {index} (pid {self._crew.processes[index].pid}), in {place}.")
+        error = first.failure.error(
+            f"Raised in worker {index} (pid {self._crew.processes[index].pid}), in {place}. "
+            "Lanes are counted from 0 there."
+        )
         if len(failed) > 1:
             annotate(error, f"Workers {[index for index, _ in failed[1:]]} have failed at the same time.")
         raise error

@@ -98,11 +98,12 @@ class EnvWorker:
         ]
         try:
             envs = make_all(makers)
+            layouts = [Layout.of(env) for env in envs]
         except Exception as error:
             channel.send(Failed(Failure.of(error)))
             channel.receive()  # to end before we are told would be a death
             return
-        _answer(channel, [Layout.of(env) for env in envs])
+        _answer(channel, layouts)
         try:
             _serve(envs, self.first, self.member, channel)
         finally:
@@ -126,11 +127,11 @@ def _answer(channel: Channel, value: Any) -> None:
 
 
 def _serve(envs: list[EnvBase], first: int, member: Member, channel: Channel) -> None:
-    stepper: Stepper | None = None
+    stepper: Stepper | Failed | None = None
     member.attend(channel.fileno())
     while True:
         if member.wait():
-            assert stepper is not None, "a round began before the rows were told"
+            assert isinstance(stepper, Stepper), "a round began before the rows were told"
             outcome = stepper.take_part(member.orders[0], member.orders[1])
             if outcome == FAILED:
                 channel.send(stepper.failed)
@@ -139,9 +140,16 @@ def _serve(envs: list[EnvBase], first: int, member: Member, channel: Channel) ->
         for message in channel.receive_all():
             if isinstance(message, Goodbye):
                 return
-            if stepper is None:  # the parent has found that all layouts agree
-                stepper = Stepper(envs, first)
-            _answer(channel, stepper.obey(message))
+            if stepper is None:  # not before: now the parent has found that all layouts agree
+                stepper = _stepper(envs, first)
+            _answer(channel, stepper if isinstance(stepper, Failed) else stepper.obey(message))
+
+
+def _stepper(envs: list[EnvBase], first: int) -> Stepper | Failed:
+    try:
+        return Stepper(envs, first)
+    except Exception as error:  # perhaps it is the same env twice
+        return Failed(Failure.of(error))
 
 
 class Share(SerialEnv):

@@ -96,6 +96,7 @@ class TrajectoryAssembler:
         pieces = [piece for pieces in list(self._open.values()) for piece in list(pieces)]
         return sum(piece.shape[0] for piece in (*pieces, *list(self._ready)))
 
+    @torch.inference_mode(False)  # episodes are trained on, wherever they were asked for
     def add(self, batch: TensorDictBase) -> None:
         """Take in a batch `[..., T]`. Its frames are copied, so that the batch itself can go back."""
         ids_of_batch = batch.get(TRAJ_IDS, None)
@@ -130,6 +131,7 @@ class TrajectoryAssembler:
         """The lengths of the next `count` complete episodes."""
         return [episode.shape[0] for episode in islice(self._ready, count)]
 
+    @torch.inference_mode(False)
     def take(self, count: int, form: str) -> TensorDictBase:
         """The next `count` complete episodes: "padded" to `[count, longest]` with a mask, or "cat" after each other."""
         episodes = [self._ready.popleft() for _ in range(count)]

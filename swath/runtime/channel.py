@@ -71,7 +71,7 @@ class Channel:
     def send_packed(self, packed: tuple[bytes, list[int]], timeout_s: float = SEND_S) -> None:
         """Send what `pack` has made of a message.
 
-        Raises TimeoutError if the other side takes nothing, or not all of it: then the rest goes before the next message.
+        Raises TimeoutError if the other side does not take all of it: what is left then goes before the next message.
         """
         deadline = time.monotonic() + timeout_s
         if self._unsent:

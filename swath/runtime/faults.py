@@ -129,7 +129,7 @@ class Failure:
 
 
 def _rebuilt(packed: bytes) -> BaseException:
-    """Best without calling the type's constructor, whose arguments may be anything; some types have a way of their own."""
+    """Best without calling the type's constructor, whose arguments may be anything; some types have their own way."""
     parts = cloudpickle.loads(packed)
     if isinstance(parts, BaseException):
         return parts

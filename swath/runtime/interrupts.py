@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
+
+LONGEST_S = 1.0
+"""After how long an interrupt is no longer held: somebody is stuck, or was torn out of the context."""
 
 
 class Undisturbed:
@@ -18,22 +22,39 @@ class Undisturbed:
     def __init__(self) -> None:
         """Not entered yet."""
         self._before: Any = None
+        self._since = 0.0
         self._held: tuple[int, FrameType | None] | None = None
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
-        self._held = (number, frame)
+        if time.monotonic() - self._since < LONGEST_S:
+            self._held = (number, frame)
+            return
+        signal.signal(signal.SIGINT, self._before)
+        if callable(self._before):
+            self._before(number, frame)
 
     def __enter__(self) -> None:
         """Hold back interrupts."""
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._hold)
+        self._held = None
+        if threading.current_thread() is not threading.main_thread():
+            return
+        before = signal.getsignal(signal.SIGINT)
+        if before is None:  # not Python's; it is left alone
+            return
+        if before != self._hold:  # else an exception has torn us out of the context before
+            self._before = before
+        self._since = time.monotonic()
+        try:
+            signal.signal(signal.SIGINT, self._hold)
+        except BaseException:  # by the handler of another signal
+            signal.signal(signal.SIGINT, self._before)
+            raise
 
     def __exit__(self, *exc: object) -> None:
         """Let them come, also the one that has come meanwhile."""
-        before, self._before = self._before, None
-        if before is None:  # another thread; or a handler that is not Python's, which was left alone
+        if signal.getsignal(signal.SIGINT) != self._hold or threading.current_thread() is not threading.main_thread():
             return
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, self._before)
         held, self._held = self._held, None
-        if held is not None and callable(before):
-            before(*held)
+        if held is not None and callable(self._before):
+            self._before(*held)

@@ -17,12 +17,16 @@ Whoever wakes another first writes the number and then raises the event, always.
 lowers the event, looks again, and only then goes to sleep. No order of these can leave one asleep who was called; the
 worst is to be woken for nothing. Those who sleep wait for the channels and the ends of other processes as well.
 
-Before going to sleep, the leader looks at the number for a while, since being woken on a core that has gone idle can
-take longer than a round. So do members if there is a core for each of them. Between two looks they offer their core to
-others (`sched_yield`): looking without that was measured to take away the time of those who have work, up to ten times
-the length of a round where there are more processes than cores. Numbers seen in memory, without a call of the system,
-only tell that everything written before is there too if the machine keeps the order of writes: others go to sleep at
-once.
+An interrupt (Ctrl-C) may come while a round is begun. Up to one assignment nobody has been told anything, from there
+on all can be told again: `mend` does what is due.
+
+Being woken on a core that has gone idle can take longer than a round. So, if there is a core for each process, they
+look at the number for a while before they go to sleep. Between two looks they offer their core to others
+(`sched_yield`), as the machine may have more to do than our work: looking without that was measured to make rounds up
+to ten times as long. Where there are more processes than cores, they go to sleep at once: cores do not become idle
+then, and whoever offers his core has to wait until it is his turn again, while one that is woken comes first. And as a
+number seen in memory, without a call of the system, only tells that everything written before is there too if the
+machine keeps the order of writes, on others they sleep as well.
 """
 
 from __future__ import annotations
@@ -112,6 +116,7 @@ class Rounds:
 
     def __init__(self, members: int) -> None:
         """Begin with none."""
+        self._spins = KEEPS_ORDER and members < len(os.sched_getaffinity(0))
         block = MemoryBlock(8 * _of(members))
         self._block: Block | None = block
         self._words = _words(block)
@@ -123,15 +128,17 @@ class Rounds:
         self._all = range(members)
         self._called: Sequence[int] = ()
         self._gong = 0
+        self._begun: tuple[int, Sequence[int], bool, int] | None = None
+        """While a round is begun: its number, whom it calls, and how."""
         self.number = 0
         """The round that was begun last."""
         self.orders = self._words[LINE : LINE + ORDERS]
         """Numbers for the members to read in a round."""
 
-    def member(self, index: int, *, spins: bool) -> Member:
-        """What the member `index` needs; it is sent to another process, and `spins` if there is a core for it."""
+    def member(self, index: int) -> Member:
+        """What the member `index` needs; it is sent to another process."""
         assert self._block is not None, "there are no rounds any more"
-        return Member(index, self._block, self._bells[index], self._events, spins and KEEPS_ORDER)
+        return Member(index, self._block, self._bells[index], self._events, self._spins)
 
     def fileno(self) -> int:
         """For `poll`: readable when a round has ended."""
@@ -139,31 +146,47 @@ class Rounds:
 
     def begin(self, members: Sequence[int] | None = None) -> None:
         """Call `members`, or all. What they need to know must lie in its place already."""
-        words, number = self._words, self.number + 1
         called = self._all if members is None else members
-        self.number, self._called = number, called
-        words[RUNG] = members is None
+        self._words[RUNG] = members is None
         if len(called) > 1:
             self._left.lift(len(called) - 1)
         if members is None:
             self._gongs[self._gong].lower()  # everybody waits for the other
-            self._gong ^= 1
+        self._begun = (self.number + 1, called, members is None, self._gong ^ 1)
+        self._call()
+
+    def _call(self) -> None:
+        """Tell those who are called. To tell them again does no harm."""
+        assert self._begun is not None
+        number, called, is_for_all, gong = self._begun
+        self.number, self._called = number, called
+        words = self._words
         for member in called:
             words[LINE * (2 + member)] = number
-        if members is None:
-            self._gongs[self._gong].lift()
+        if is_for_all:
+            self._gong = gong
+            self._gongs[gong].lift()
         else:
-            for member in members:
+            for member in called:
                 self._bells[member].lift()
+        self._begun = None
+
+    def mend(self) -> None:
+        """After an interrupt, wherever it came: a round has begun in full, or not at all."""
+        if self._begun is not None:
+            self._call()
+        elif self.is_over():
+            while self._left.lower():
+                continue
 
     def is_over(self) -> bool:
         """Whether everybody has finished."""
         return bool(self._words[LAST] == self.number)
 
     def spin(self) -> bool:
-        """Look for a while; whether everybody has finished."""
+        """Look for a while, if that pays; whether everybody has finished."""
         words, number = self._words, self.number
-        if KEEPS_ORDER:
+        if self._spins:
             until = perf_counter() + SPIN_S
             while words[LAST] != number and perf_counter() < until:
                 os.sched_yield()

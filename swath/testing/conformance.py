@@ -135,7 +135,8 @@ class CollectorConformance:
     """What every collector must do, told by counting envs.
 
     `make_collector(lanes, lengths, **options)` makes a collector of `lanes` counting envs (0: one without a batch
-    dimension) whose episodes have `lengths`. Its batches are `[lanes, T]`, or `[T]`, and one goes on where the last ended.
+    dimension) whose episodes have `lengths`. Its batches are `[lanes, T]`, or `[T]`, and each goes on where the last
+    ended.
     """
 
     hooks_run_here = True
@@ -316,24 +317,20 @@ class CollectorConformance:
     def test_weights_change_when_they_are_published(self, make: Make) -> None:
         """Not before, and then in whole batches; the frames tell the version."""
 
-        def policy() -> nn.Module:
+        def policy() -> Any:
             layer = nn.Linear(3, 2)
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
             return TensorDictModule(layer, in_keys=[OBSERVATION], out_keys=["action"])
 
         collector = make(2, 5, frames_per_batch=8, policy_factory=policy, track_policy_version=PolicyVersion())
-        published, older = 0, 0
-        for batch in collector:
+        for published, batch in zip(range(6), collector, strict=False):
             version = batch.get("policy_version")
             assert (version == version.reshape(-1)[0]).all()
             assert (batch.get("action") == version.reshape(*batch.shape, 1)).all()
             older = published - int(version.reshape(-1)[0])
             assert 0 <= older <= self.batches_ahead
-            published += 1
-            collector.update_policy_weights_({"module.bias": torch.full((2,), float(published))})
-            if published == 6:
-                break
+            collector.update_policy_weights_({"module.bias": torch.full((2,), published + 1.0)})
         assert collector.stats()["policy_version"] == 6
 
     def test_state_can_be_saved(self, make: Make) -> None:
@@ -349,10 +346,10 @@ class CollectorConformance:
 
     def test_reset_begins_new_episodes_with_new_ids(self, make: Make) -> None:
         """And everything else is where it belongs."""
-        collector = make(2, 100, frames_per_batch=8, total_frames=80)
+        collector: Any = make(2, 100, frames_per_batch=8, total_frames=80)
         before = collector.next()
         collector.reset()
-        later = torch.cat(list(collector), 1)
+        later: Any = torch.cat(list(collector), 1)
         assert before is not None
         numbers = later.get(OBSERVATION)  # [2, T, 3]
         begins = (numbers[..., 2] == 0) & (numbers[..., 1] == 1)
@@ -368,7 +365,7 @@ class CollectorConformance:
     def test_episodes_cut_off_by_a_reset_are_not_delivered(self, make: Make) -> None:
         """Only whole ones are, and what is left out is counted."""
         lengths = [7, 5, 9]
-        collector = make(2, lengths, frames_per_batch=6, total_frames=240, trajs_per_batch=1, traj_format="cat")
+        collector: Any = make(2, lengths, frames_per_batch=6, total_frames=240, trajs_per_batch=1, traj_format="cat")
         found = []
         for number, batch in enumerate(collector):
             found.extend(assert_whole_in_a_row(batch, lambda lane, episode: lengths[episode % 3]))

@@ -62,7 +62,8 @@ class WeightStore:
         self._copies = [self.block.array((self._size,), np.uint8, HEAD + i * self._size) for i in range(COPIES)]
         self._given = self.block.array((COPIES, len(layout.tensors)), np.uint8, self._masks_at)
         """Which tensors each copy holds: those that were never published are left to the workers."""
-        self._views = [self._over(memory) for memory in self._copies]
+        with torch.inference_mode(False):  # they are written to wherever weights are published
+            self._views = [self._over(memory) for memory in self._copies]
         if block is None:
             self._head[STAMPS : STAMPS + COPIES] = UNFINISHED
             for memory in self._copies:
@@ -138,7 +139,9 @@ class WeightStore:
             if version == UNFINISHED:  # we are late: another is the newest by now
                 continue
             extras = self._extra_bytes(copy)
-            views = {name: v for (name, v), given in zip(self._views[copy].items(), self._given[copy], strict=True) if given}
+            views = {
+                name: v for (name, v), given in zip(self._views[copy].items(), self._given[copy], strict=True) if given
+            }
             if self._head[STAMPS + copy] != version:
                 continue
             load({**views, **(pickle.loads(extras) if extras else {})})

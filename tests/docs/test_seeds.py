@@ -6,7 +6,10 @@ skipped until they are there; then it runs.
 """
 
 import importlib
+import subprocess
+import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -273,7 +276,7 @@ def test_what_is_there_now() -> None:
     assert DataCollectorBase is BaseCollector
 
 
-# -- blocks whose classes come later ---------------------------------------------------------------------------------
+# -- several processes, and what comes later -------------------------------------------------------------------------
 
 MULTI = """
 from swath.collectors import MultiCollector
@@ -364,6 +367,59 @@ def test_multi_collector() -> None:
 
     run(MULTI, my_policy=cartpole_policy(), seen=seen)
     assert frames == {True: 4000, False: 4000}
+
+
+SCRIPT = """
+print("begins")
+from torch import nn
+from tensordict.nn import TensorDictModule
+
+layers = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2))
+my_policy = TensorDictModule(layers, in_keys=["observation"], out_keys=["action"])
+
+def seen(*data):
+    assert data[-1].numel() in (256, 1000)
+    print("seen")
+
+{block}
+print("ends")
+"""
+
+
+@pytest.mark.parametrize(("block", "count"), [(MULTI, 8), (SLICES, 10)], ids=["MULTI", "SLICES"])
+def test_blocks_with_processes_are_plain_scripts(block: str, count: int, tmp_path: Path) -> None:
+    """Without `if __name__ == "__main__"`: workers neither import nor run the script again."""
+    needs("MultiCollector")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(block=textwrap.dedent(block)))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["begins", *["seen"] * count, "ends"]
+    assert "Traceback" not in done.stderr
+
+
+ONE_ASYNC = """
+from swath.collectors import aSyncDataCollector
+from swath.envs import GymEnv
+
+collector = aSyncDataCollector(
+    lambda: GymEnv("CartPole-v1"),
+    my_policy,
+    frames_per_batch=200,
+    total_frames=1000,
+)
+for data in collector:
+    seen(data)
+    collector.update_policy_weights_()
+collector.shutdown()
+"""
+
+
+def test_the_oldest_name_of_the_async_collector() -> None:
+    needs("aSyncDataCollector")
+    batches: list[TensorDictBase] = []
+    run(ONE_ASYNC, my_policy=cartpole_policy(), seen=batches.append)
+    assert [batch.shape for batch in batches] == [(200,)] * 5
 
 
 def test_async_batched_collector() -> None:

@@ -1,0 +1,391 @@
+"""`on_worker_failure="restart"` and `"drop"`: collection goes on, and what is delivered is as right as ever."""
+
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Make
+from fault_tools import (
+    KINDS,
+    advance,
+    advance_until_it_raises,
+    buffer_of,
+    counting,
+    doing,
+    end,
+    exit_at_once,
+    net,
+    signal_itself,
+    sleep_long,
+    told,
+    until,
+    within,
+)
+from tensordict import TensorDictBase
+
+from swath.collectors.workers import WorkerRestartedWarning
+from swath.keys import TRAJ_IDS
+from swath.runtime import StallWarning, WorkerDiedError
+from swath.testing import (
+    CountingEnv,
+    FaultyError,
+    assert_frames_belong,
+    assert_whole_episodes,
+    assert_whole_in_a_row,
+    counted,
+)
+
+pytestmark = [
+    pytest.mark.timeout(90),
+    pytest.mark.filterwarnings("ignore::swath.collectors.workers.WorkerRestartedWarning"),
+]
+LANE, EPISODE, STEP = 0, 1, 2
+ENDINGS: dict[str, Callable[[], Any]] = {
+    "kill": signal_itself(signal.SIGKILL),
+    "exit": exit_at_once(3),
+    "raise": lambda: {}["missing"],
+}
+
+
+def assert_runs(frames: TensorDictBase) -> None:
+    """Every id is one run of consecutive steps from the beginning of an episode on, and in one place only."""
+    numbers, ids = counted(frames).reshape(-1, 3), frames.get(TRAJ_IDS).numpy().reshape(-1)
+    for name in np.unique(ids):
+        own = numbers[ids == name]
+        assert len({(lane, episode) for lane, episode, _ in own.tolist()}) == 1, "one id names two episodes"
+        np.testing.assert_array_equal(own[:, STEP], np.arange(len(own)), "an episode has a hole")
+
+
+class Diary:
+    """Checks the batches that come one after the other."""
+
+    def __init__(self) -> None:
+        self.batches: list[TensorDictBase] = []
+
+    def add(self, batch: TensorDictBase) -> None:
+        assert_frames_belong(batch)
+        self.batches.append(batch.clone())
+
+    def add_all(self, batches: Iterable[Any]) -> None:
+        for batch in batches:
+            self.add(batch)
+
+    @property
+    def frames(self) -> int:
+        return sum(batch.numel() for batch in self.batches)
+
+    def rows(self, lane: int) -> TensorDictBase:
+        """All frames of a lane, in order."""
+        found = []
+        for batch in self.batches:
+            rows = batch.reshape(-1, batch.shape[-1])
+            found += [row for row in rows if row["observation"][0, LANE] == lane]
+        return torch.cat(found)
+
+    def check(self, survivors: list[int], replaced: list[int]) -> None:
+        """Survivors have lost no frame; those that were replaced have gone on with new episodes and new ids."""
+        for lane in survivors:
+            assert_frames_belong(self.rows(lane))
+        for lane in replaced:
+            rows = self.rows(lane)
+            numbers, ids = counted(rows), rows.get(TRAJ_IDS).numpy()
+            same = ids[1:] == ids[:-1]
+            np.testing.assert_array_equal(numbers[1:][same], numbers[:-1][same] + np.array([0, 0, 1]))
+            assert (numbers[1:][~same][:, STEP] == 0).all(), "an episode begins in its middle"
+        ids = {lane: set(self.rows(lane).get(TRAJ_IDS).tolist()) for lane in (*survivors, *replaced)}
+        assert sum(map(len, ids.values())) == len(set.union(*ids.values())), "lanes share ids"
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_restart_while_collecting(make: Make, kind: str, ending: str, tmp_path: Any) -> None:
+    envs = doing(ENDINGS[ending], once=str(tmp_path / "done"), at=34, lengths=7)
+    collector = make(kind, envs, on_worker_failure="restart", total_frames=400)
+    diary = Diary()
+    with pytest.warns(WorkerRestartedWarning, match=r"Worker 1 .*restarted \(1 of 3\)") as caught:
+        diary.add_all(collector)
+    assert len(caught) == 1
+    assert diary.frames == 400
+    diary.check([0], [1])
+    stats = collector.stats()
+    assert (stats["frames"], stats["worker_restarts"]) == (400, 1)
+    steps = 10 if kind == "sync" else 20
+    assert stats["lost_frames"] == 33 % steps  # the last step was not made
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_restart_again_and_again_from_outside(make: Make, kind: str) -> None:
+    collector = make(kind, counting(3, [3, 11, 30]), frames_per_batch=30, on_worker_failure="restart", max_restarts=100)
+    diary, killed, episodes = Diary(), [], 0
+    random = np.random.default_rng(0)
+    for number in range(40):
+        diary.add(collector.next())
+        assert collector.stats()["episodes"] >= episodes, "episodes were forgotten"
+        episodes = collector.stats()["episodes"]
+        if number % 5 == 2:
+            killed.append(int(random.integers(1, 3)))
+            os.kill(collector.worker_pids[killed[-1]], signal.SIGKILL)
+    until(lambda: collector.next() is not None and collector.stats()["worker_restarts"] == len(killed))
+    diary.check([0], [1, 2])
+    assert collector.stats()["workers_alive"] == 3
+
+
+@pytest.mark.parametrize("call", ["state_dict", "update_policy_weights_", "set_seed", "reset"])
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_restart_between_batches(make: Make, kind: str, call: str) -> None:
+    collector = make(kind, policy=net(), on_worker_failure="restart")
+    diary = Diary()
+    diary.add(collector.next())
+    end(collector.worker_pids[1])
+    with within(10):
+        getattr(collector, call)(*([3] if call == "set_seed" else []))
+    seen: set[float] = set()
+    deadline = time.monotonic() + 20
+    while len(seen) < 2 or not collector.stats()["worker_restarts"]:
+        assert time.monotonic() < deadline
+        batch = collector.next()
+        assert_frames_belong(batch)
+        seen |= set(batch["observation"][..., LANE].flatten().tolist())
+    assert set(collector.state_dict()) >= {"worker0", "worker1"}
+
+
+def test_a_new_worker_acts_with_the_newest_weights(make: Make) -> None:
+    policy = net()
+    collector = make("sync", policy=policy, on_worker_failure="restart")
+    collector.next()
+    with torch.no_grad():
+        policy.module.weight.fill_(3.0)
+    collector.update_policy_weights_()
+    end(collector.worker_pids[1])
+    collector.next()
+    weights = collector.map_fn("policy.state_dict", [()] * 2)
+    assert all((own["module.weight"] == 3.0).all() for own in weights)
+    assert set(collector.get_distant_attr("_loop.version")) == {1}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_restart_while_running_free(make: Make, ending: str, tmp_path: Any) -> None:
+    envs = doing(ENDINGS[ending], once=str(tmp_path / "done"), at=34, lengths=7)
+    collector = make("start", envs, on_worker_failure="restart", total_frames=600)
+    until(lambda: not collector.is_running())
+    stats, buffer = collector.stats(), collector.replay_buffer
+    assert buffer.write_count == stats["frames"] == 600
+    assert (stats["worker_restarts"], stats["lost_frames"]) == (1, 13)
+    assert_runs(buffer[:])
+
+
+@pytest.mark.parametrize("extend_buffer", [True, False])
+def test_a_worker_killed_at_any_moment_while_it_writes(make: Make, extend_buffer: bool) -> None:
+    collector = make(
+        "start",
+        counting(2, [5, 30]),
+        replay_buffer=buffer_of(100_000),
+        on_worker_failure="restart",
+        max_restarts=100,
+        extend_buffer=extend_buffer,
+        total_frames=4000,
+        frames_per_batch=50,
+    )
+    restarts = 0
+    while collector.is_running():
+        victim = collector.worker_pids[restarts % 2]
+        wanted = collector.replay_buffer.write_count + 200
+        until(lambda wanted=wanted: collector.replay_buffer.write_count >= wanted or not collector.is_running())
+        if collector.is_running() and restarts < 8:
+            os.kill(victim, signal.SIGKILL)
+            restarts += 1
+            until(lambda n=restarts: not collector.is_running() or collector.stats()["worker_restarts"] == n)
+    stats = collector.stats()
+    written = collector.replay_buffer.write_count
+    assert stats["frames"] == 4000
+    assert stats["worker_restarts"] >= 3
+    assert 4000 <= written <= 4000 + 50 * restarts  # what a dead one has written of its last batch stays
+    frames = collector.replay_buffer[:]
+    assert_runs(frames)
+
+
+@pytest.mark.parametrize("moment", ["pause", "state_dict"])
+def test_restart_while_resting(make: Make, moment: str) -> None:
+    collector = make("start", on_worker_failure="restart")
+    advance(collector)
+    if moment == "pause":
+        with collector.pause():
+            end(collector.worker_pids[1])
+            before = collector.replay_buffer.write_count
+            until(lambda: collector.is_running() and collector.stats()["worker_restarts"])
+            collector.state_dict()
+            assert collector.replay_buffer.write_count == before
+    else:
+        end(collector.worker_pids[1])
+        assert "worker1" in collector.state_dict()
+    written = collector.stats("per_worker")["worker_1/frames"]
+    until(lambda: collector.is_running() and collector.stats("per_worker")["worker_1/frames"] > written)
+    assert_runs(collector.replay_buffer[:])
+
+
+def test_a_worker_that_hangs_is_killed_by_the_user_and_replaced(make: Make, tmp_path: Any) -> None:
+    envs = doing(sleep_long, once=str(tmp_path / "done"), at=15)
+    collector = make("sync", envs, on_worker_failure="restart", stall_warning_s=0.3)
+    diary = Diary()
+    diary.add(collector.next())
+    pid = collector.worker_pids[1]
+
+    def kill_when_it_was_named() -> None:
+        until(lambda: collector._workers._stalled)
+        os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_when_it_was_named)
+    killer.start()
+    with pytest.warns(StallWarning, match=f"pid {pid}"):
+        diary.add(collector.next())
+    killer.join()
+    diary.add(collector.next())
+    diary.check([0], [1])
+
+
+def test_max_restarts(make: Make) -> None:
+    collector = make("sync", doing(lambda: {}["missing"], at=25), on_worker_failure="restart", max_restarts=2)
+    error = advance_until_it_raises(collector)
+    assert type(error) is KeyError
+    assert "restarted 2 times" in told(error)
+    assert collector.stats()["worker_restarts"] == 2
+
+
+def test_no_restart_at_all(make: Make) -> None:
+    collector = make("async", doing(signal_itself(signal.SIGKILL)), on_worker_failure="restart", max_restarts=0)
+    assert isinstance(advance_until_it_raises(collector), WorkerDiedError)
+    assert not collector.stats()["worker_restarts"]
+
+
+def test_a_worker_that_cannot_even_be_made_again(make: Make, tmp_path: Any) -> None:
+    def make_env() -> CountingEnv:
+        if (tmp_path / "broken").exists():
+            raise FaultyError(0, 0)
+        return CountingEnv()
+
+    collector = make("sync", [make_env] * 2, on_worker_failure="restart", max_restarts=2)
+    collector.next()
+    (tmp_path / "broken").touch()
+    end(collector.worker_pids[0])
+    with within(15):
+        error = advance_until_it_raises(collector)
+    assert type(error) is FaultyError
+
+
+def test_a_restart_that_is_an_error_for_the_user_loses_nothing(make: Make) -> None:
+    collector = make("sync", on_worker_failure="restart")
+    collector.rollout()
+    end(collector.worker_pids[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(WorkerRestartedWarning):
+            collector.rollout()
+        for _ in range(3):
+            with within(5):
+                assert_frames_belong(collector.rollout())
+    assert collector.stats()["worker_restarts"] == 1
+
+
+# -- episodes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["padded", "cat"])
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_the_open_episode_of_a_dead_worker_is_never_delivered_as_complete(make: Make, kind: str, form: str) -> None:
+    lengths = [13, 29, 8]
+    collector = make(
+        kind,
+        counting(2, lengths),
+        frames_per_batch=10,
+        trajs_per_batch=2,
+        traj_format=form,
+        on_worker_failure="restart",
+        max_restarts=50,
+        **({} if kind == "sync" else {"slots_per_worker": 4}),
+    )
+    ids: list[int] = []
+    for number in range(40):
+        batch = collector.next()
+        check = assert_whole_episodes if form == "padded" else assert_whole_in_a_row
+        check(batch, lambda lane, episode: lengths[episode % 3])
+        ids += [name for name in batch.get(TRAJ_IDS).unique().tolist() if name >= 0]
+        if number % 4 == 1:
+            time.sleep(0.02)  # so that batches wait
+            end(collector.worker_pids[number % 2])
+    assert len(ids) == len(set(ids))
+    assert collector.stats()["worker_restarts"] >= 5
+
+
+def test_only_whole_episodes_reach_the_buffer(make: Make) -> None:
+    lengths = [13, 29, 8]
+    collector = make(
+        "start",
+        counting(2, lengths),
+        trajs_per_batch=1,
+        on_worker_failure="restart",
+        max_restarts=50,
+        total_frames=3000,
+    )
+    restarts = 0
+    while collector.is_running():
+        if restarts < 6 and collector.replay_buffer.write_count > 300 * restarts:
+            os.kill(collector.worker_pids[restarts % 2], signal.SIGKILL)
+            restarts += 1
+    assert_runs(collector.replay_buffer[:])
+    assert_whole_in_a_row(collector.replay_buffer[:], lambda lane, episode: lengths[episode % 3])
+
+
+# -- dropping ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_drop(make: Make, kind: str, ending: str) -> None:
+    collector = make(kind, doing(ENDINGS[ending], at=34), on_worker_failure="drop", total_frames=400)
+    diary = Diary()
+    with pytest.warns(WorkerRestartedWarning, match="Worker 1 .*dropped, 1 are left"):
+        diary.add_all(collector)
+    assert diary.frames == 400 == collector.stats()["frames"]
+    diary.check([0], [1])
+    assert collector.stats()["lost_frames"] == 33 % (10 if kind == "sync" else 20)
+
+
+def test_drop_while_running_free(make: Make) -> None:
+    collector = make("start", doing(signal_itself(signal.SIGKILL), at=34), on_worker_failure="drop", total_frames=400)
+    until(lambda: not collector.is_running())
+    assert collector.replay_buffer.write_count == collector.stats()["frames"] == 400
+    assert collector.stats()["lost_frames"] == 13
+    assert_runs(collector.replay_buffer[:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_a_drop_everything_can_be_asked(make: Make, kind: str) -> None:
+    collector = make(kind, policy=net(), on_worker_failure="drop")
+    advance(collector)
+    end(collector.worker_pids[0])
+    with within(5):
+        state = collector.state_dict()
+    assert "worker0" not in state
+    collector.update_policy_weights_()
+    collector.set_seed(0)
+    assert collector.getattr_env("batch_size") == torch.Size([])
+    assert collector.stats()["workers_alive"] == 1
+    assert advance(collector) is not None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_worker_cannot_be_dropped(make: Make, kind: str) -> None:
+    collector = make(kind, on_worker_failure="drop")
+    advance(collector)
+    for pid in collector.worker_pids:
+        os.kill(pid, signal.SIGKILL)
+    error = advance_until_it_raises(collector)
+    assert isinstance(error, WorkerDiedError)
+    assert "No worker is left" in told(error)

@@ -1,0 +1,312 @@
+"""Workers that are killed, crash, exit or are stopped: whoever waits is told at once which, and how it ended."""
+
+import os
+import signal
+import threading
+import time
+import warnings
+from typing import Any
+
+import pytest
+from conftest import Make
+from fault_tools import (
+    DEATHS,
+    KINDS,
+    advance,
+    advance_until_it_raises,
+    buffer_of,
+    doing,
+    end,
+    is_gone,
+    is_stopped,
+    net,
+    signal_itself,
+    sleep_long,
+    until,
+    within,
+)
+
+from swath.data import RateLimiter
+from swath.errors import ClosedError
+from swath.runtime import StallWarning, WorkerDiedError, process
+from swath.testing import assert_follows, assert_frames_belong
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def assert_tells_of(error: BaseException, index: int, pid: int, words: str) -> None:
+    assert isinstance(error, WorkerDiedError), repr(error)
+    assert f"Worker {index} (pid {pid}) {words}" in str(error)
+    assert (error.index, error.pid) == (index, pid)
+
+
+@pytest.mark.parametrize("death", DEATHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_death_while_collecting_is_told_within_2_s(make: Make, kind: str, death: str) -> None:
+    deed, words = DEATHS[death]
+    collector = make(kind, doing(deed))
+    pid = collector.worker_pids[1]
+    error = advance_until_it_raises(collector)
+    assert_tells_of(error, 1, pid, words)
+    assert "while it was collecting" in str(error)
+    with within(2), pytest.raises(WorkerDiedError):  # again, and at once
+        collector.is_running() if kind == "start" else advance(collector)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_death_in_the_middle_of_a_long_batch(make: Make, kind: str) -> None:
+    collector = make(kind, doing(sleep_long, at=5), frames_per_batch=40)
+    pid = collector.worker_pids[1]
+    killed: list[float] = []
+
+    def kill_when_it_hangs() -> None:
+        until(lambda: collector._workers.board.row(1)["steps"] >= 4)
+        killed.append(time.monotonic())
+        os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_when_it_hangs)
+    killer.start()
+    error = advance_until_it_raises(collector)
+    assert time.monotonic() - killed[0] < 2
+    killer.join()
+    assert_tells_of(error, 1, pid, "was killed by SIGKILL")
+
+
+OPERATIONS: dict[str, Any] = {
+    "update_policy_weights_": lambda collector: collector.update_policy_weights_(),
+    "state_dict": lambda collector: collector.state_dict(),
+    "set_seed": lambda collector: collector.set_seed(1),
+    "reset": lambda collector: collector.reset(),
+    "getattr": lambda collector: collector.get_distant_attr("env.batch_size"),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_death_between_batches_is_told_by_what_is_called_next(make: Make, kind: str, operation: str) -> None:
+    collector = make(kind, policy=net())
+    advance(collector)
+    pid = collector.worker_pids[1]
+    end(pid)
+    with within(2), pytest.raises(WorkerDiedError) as caught:
+        OPERATIONS[operation](collector)
+    assert_tells_of(caught.value, 1, pid, "was killed by SIGKILL (signal 9)")
+    with within(5):
+        collector.shutdown()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_death_between_batches_is_told_by_the_next_batch(make: Make, kind: str, how: int) -> None:
+    collector = make(kind)
+    advance(collector)
+    pid = collector.worker_pids[0]
+    end(pid, how)
+    with within(2):
+        error = advance_until_it_raises(collector)
+    assert_tells_of(error, 0, pid, f"was killed by {signal.Signals(how).name} (signal {int(how)})")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shutdown_after_a_death(make: Make, kind: str) -> None:
+    collector = make(kind)
+    advance(collector)
+    pids = collector.worker_pids
+    end(pids[0])
+    with within(2):
+        if kind == "start":  # nobody was told of it yet
+            with pytest.raises(WorkerDiedError):
+                collector.shutdown()
+        else:
+            collector.shutdown()
+    assert all(map(is_gone, pids))
+    with within(1):
+        collector.shutdown()
+    assert collector.stats()["workers_alive"] == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_workers_die(make: Make, kind: str) -> None:
+    collector = make(kind)
+    advance(collector)
+    for pid in collector.worker_pids:
+        end(pid)
+    with within(2):
+        assert isinstance(advance_until_it_raises(collector), WorkerDiedError)
+
+
+def test_statistics_can_be_asked_for_after_a_death(make: Make) -> None:
+    collector = make("sync")
+    advance(collector)
+    end(collector.worker_pids[1])
+    with within(1):
+        assert collector.stats("both")["frames"] == 20
+    until(lambda: collector.stats()["workers_alive"] == 1, 2)
+
+
+def test_a_trainer_that_only_samples_is_told_of_a_death(make: Make) -> None:
+    collector = make("start")
+    buffer = collector.replay_buffer
+    buffer.sample()
+    pid = collector.worker_pids[1]
+    begun = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    assert_tells_of(advance_until_it_raises(collector), 1, pid, "was killed by SIGKILL")
+    assert time.monotonic() - begun < 2  # 10 s are promised
+    assert not collector._workers.alive
+
+
+def test_is_running_and_async_shutdown_tell_of_a_death(make: Make) -> None:
+    collector = make("start")
+    advance(collector)
+    end(collector.worker_pids[0])
+    with within(2), pytest.raises(WorkerDiedError):
+        collector.is_running()
+    other = make("start")
+    advance(other)
+    end(other.worker_pids[0])
+    with within(5), pytest.raises(WorkerDiedError):
+        other.async_shutdown()
+    other.async_shutdown()
+
+
+def test_a_waiting_sample_is_told_of_a_death(make: Make) -> None:
+    """No frame is there yet, and none will come."""
+    collector = make("start", doing(signal_itself(signal.SIGKILL), worker=0, workers=1, at=3), frames_per_batch=1000)
+    with within(10), pytest.raises(WorkerDiedError):
+        collector.replay_buffer.sample()
+
+
+# -- stopped -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_that_is_stopped_for_a_while_is_named_and_then_goes_on(make: Make, kind: str) -> None:
+    collector = make(kind, stall_warning_s=0.5)
+    before = advance(collector)
+    pid = collector.worker_pids[1]
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: is_stopped(pid))
+    deadline = time.monotonic() + 20
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if kind == "sync":
+            threading.Timer(2.5, os.kill, (pid, signal.SIGCONT)).start()
+            assert_follows(before, advance(collector))
+        while not any(issubclass(w.category, StallWarning) for w in caught):
+            assert time.monotonic() < deadline
+            advance(collector)
+        os.kill(pid, signal.SIGCONT)
+    stalls = [w for w in caught if issubclass(w.category, StallWarning)]
+    assert len(stalls) == 1
+    assert f"Worker 1 (pid {pid})" in str(stalls[0].message)
+    assert "stopped" in str(stalls[0].message)
+    seen: set[int] = set()
+    deadline = time.monotonic() + 20
+    while len(seen) < 2:  # both of them work
+        assert time.monotonic() < deadline
+        batch = advance(collector)
+        seen |= set(batch["observation"][..., 0].flatten().int().tolist())
+    assert not collector.stats()["lost_frames"]
+
+
+def test_the_others_of_a_stopped_worker_go_on(make: Make) -> None:
+    collector = make("async")
+    advance(collector)
+    pid = collector.worker_pids[1]
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: is_stopped(pid))
+    for _ in range(20):
+        with within(5):
+            assert_frames_belong(collector.next())
+    os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_takes_long_is_named(make: Make, kind: str) -> None:
+    collector = make(kind, doing(lambda: time.sleep(2.5), at=5), stall_warning_s=0.5)
+    deadline = time.monotonic() + 20
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        while not caught:
+            assert time.monotonic() < deadline
+            advance(collector)
+    assert caught[0].category is StallWarning
+    assert "Worker 1" in str(caught[0].message)
+    assert "takes long" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slow_consumer_is_no_stall(make: Make, kind: str) -> None:
+    collector = make(kind, stall_warning_s=0.2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            advance(collector)
+            time.sleep(0.6)  # the trainer trains
+        advance(collector)
+        collector.state_dict()
+
+
+def test_a_worker_that_rests_is_no_stall(make: Make) -> None:
+    collector = make("start", stall_warning_s=0.2)
+    advance(collector)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with collector.pause():
+            deadline = time.monotonic() + 1
+            while time.monotonic() < deadline:
+                collector.is_running()
+                time.sleep(0.05)
+
+
+def test_a_worker_that_waits_for_the_rate_limiter_is_no_stall(make: Make) -> None:
+    buffer = buffer_of(rate_limiter=RateLimiter(samples_per_insert=1.0, min_size_to_sample=10))
+    collector = make("start", replay_buffer=buffer, stall_warning_s=0.2)
+    buffer.sample()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        deadline = time.monotonic() + 1.2
+        while time.monotonic() < deadline:
+            assert collector.is_running()
+            time.sleep(0.05)
+
+
+# -- the server that starts workers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_server_of_the_workers_is_killed(make: Make, kind: str) -> None:
+    collector = make(kind)
+    advance(collector)
+    pids = collector.worker_pids
+    server = process._servers["forkserver"]._popen
+    os.kill(server.pid, signal.SIGKILL)
+    server.wait(10)
+    with within(4):
+        error = advance_until_it_raises(collector)
+    assert isinstance(error, WorkerDiedError)
+    assert "nobody knows how" in str(error)
+    assert "server" in str(error)
+    until(lambda: all(map(is_gone, pids)), 5)
+    collector.shutdown(raise_on_error=False)
+    assert advance(make(kind)) is not None  # with a new server
+
+
+def test_the_server_is_killed_while_nobody_needs_it(make: Make) -> None:
+    make("sync").shutdown()
+    server = process._servers["forkserver"]._popen
+    os.kill(server.pid, signal.SIGKILL)
+    until(lambda: is_gone(server.pid))
+    assert_frames_belong(make("sync").next())
+
+
+def test_a_collector_with_a_dead_worker_stays_closed(make: Make) -> None:
+    collector = make("sync")
+    advance(collector)
+    end(collector.worker_pids[0])
+    with pytest.raises(WorkerDiedError):
+        collector.next()
+    for call in (collector.next, collector.rollout, collector.state_dict):
+        with within(1), pytest.raises((WorkerDiedError, ClosedError)):
+            call()

@@ -1,0 +1,444 @@
+"""What goes wrong in a worker without ending it: errors of env, policy and hooks, wrong values, warnings, output."""
+
+import errno
+import os
+import threading
+import time
+import warnings
+from collections import deque
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Make
+from fault_tools import (
+    KINDS,
+    advance,
+    advance_until_it_raises,
+    buffer_of,
+    build,
+    counting,
+    doing,
+    is_gone,
+    net,
+    told,
+    until,
+    within,
+)
+from tensordict import TensorDictBase
+
+import swath
+from swath.collectors import MultiSyncCollector
+from swath.errors import NotANumberWarning, ShapeError
+from swath.runtime import RemoteTraceback, WorkerDiedError, WorkerError
+from swath.testing import CountingEnv, CountingGymEnv, FaultyError, FaultyGymEnv, assert_frames_belong
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def faulty(fault: str, worker: int = 1, **options: Any) -> list[Any]:
+    """Two env factories, of which one makes an env with a fault."""
+    options.setdefault("lengths", 1000)
+    options.setdefault("at", 25)
+    factories: list[Any] = [lambda: CountingGymEnv(0, options["lengths"])] * 2
+    factories[worker] = lambda: FaultyGymEnv(fault, lane=worker, **options)
+    return factories
+
+
+def assert_is_remote(error: BaseException, worker: int = 1) -> None:
+    assert isinstance(error.__cause__, RemoteTraceback)
+    assert f"worker {worker}" in told(error)
+    assert "Traceback (most recent call last)" in str(error.__cause__)
+
+
+@pytest.mark.parametrize("where", ["step", "reset"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_of_the_env_keeps_type_message_and_traceback(make: Make, kind: str, where: str) -> None:
+    collector = make(kind, faulty("raise", where=where, lengths=5, at=4))
+    pids = collector.worker_pids
+    error = advance_until_it_raises(collector)
+    assert type(error) is FaultyError
+    assert (error.lane, error.step) == (1, 4)
+    assert "as it was told" in str(error)
+    assert_is_remote(error)
+    assert "raise FaultyError" in str(error.__cause__)
+    assert f"pid {pids[1]}" in told(error)
+    until(lambda: all(map(is_gone, pids)), 5)  # nobody needs the others any more
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_is_there_as_soon_as_it_is_raised(make: Make, kind: str, tmp_path: Any) -> None:
+    def fail() -> None:
+        (tmp_path / "now").write_text(repr(time.time()))
+        raise FaultyError(1, 2)
+
+    collector = make(kind, doing(fail))
+    error = advance_until_it_raises(collector)
+    assert time.time() - float((tmp_path / "now").read_text()) < 2
+    assert isinstance(error, FaultyError)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_while_the_env_is_made(kind: str) -> None:
+    with within(10), pytest.raises(FaultyError) as caught:
+        build(kind, faulty("raise", where="init", at=1))
+    assert_is_remote(caught.value)
+    assert "being made" in told(caught.value)
+
+
+def test_an_error_in_the_factory_itself() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        build("sync", [*counting(1), lambda: 1 / 0])
+    assert_is_remote(caught.value)
+
+
+@pytest.mark.parametrize("death", ["kill", "exit"])
+def test_a_death_while_the_env_is_made(death: str) -> None:
+    with within(10), pytest.raises(WorkerDiedError, match=r"Worker 1 .* while it was being made"):
+        build("sync", faulty(death, where="init", at=1))
+
+
+def test_an_env_that_takes_too_long_to_make() -> None:
+    with within(10), pytest.raises(TimeoutError, match=r"Workers \[1\] .*start_timeout_s"):
+        build("async", faulty("hang", where="init", at=1), start_timeout_s=1.5)
+
+
+class FailingPolicy:
+    """Fails in its n-th call."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.calls = at, 0
+
+    def __call__(self, frame: TensorDictBase) -> TensorDictBase:
+        self.calls += 1
+        if self.calls > self.at:
+            raise FaultyError(7, self.calls)
+        return frame.set("action", torch.zeros(frame.shape, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_of_the_policy(make: Make, kind: str) -> None:
+    collector = make(kind, policy=FailingPolicy(30))
+    error = advance_until_it_raises(collector)
+    assert isinstance(error, FaultyError)
+    assert "FailingPolicy" in str(error.__cause__) or "__call__" in str(error.__cause__)
+
+
+@pytest.mark.parametrize("hook", ["pre_collect_hook", "post_collect_hook"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_of_a_hook(make: Make, kind: str, hook: str) -> None:
+    collector = make(kind, **{hook: lambda *_: {}["missing"]})
+    error = advance_until_it_raises(collector)
+    assert type(error) is KeyError
+    assert error.args == ("missing",)
+    assert "worker" in told(error)
+
+
+def test_an_error_of_init_fn() -> None:
+    with pytest.raises(ZeroDivisionError):
+        build("sync", init_fn=lambda: 1 / 0)
+
+
+def test_an_error_of_a_call_leaves_the_workers_at_work(make: Make) -> None:
+    collector = make("async")
+    with pytest.raises(AttributeError) as caught:
+        collector.get_distant_attr("env.nothing_of_that_name")
+    assert_is_remote(caught.value, 0)
+    assert_frames_belong(collector.next())
+    assert collector.stats()["workers_alive"] == 2
+
+
+# -- odd exceptions ------------------------------------------------------------------------------------------------
+
+
+class OddError(Exception):
+    """Its constructor takes something else than its arguments."""
+
+    def __init__(self, *, code: int, where: str) -> None:
+        super().__init__(f"{code} at {where}")
+        self.code, self.where = code, where
+
+
+class SlottedError(Exception):
+    """Keeps what it says where nobody looks."""
+
+    __slots__ = ("_said",)
+
+    def __init__(self, said: str) -> None:
+        self._said = said
+
+    def __str__(self) -> str:
+        return self._said
+
+
+class StubbornError(Exception):
+    """Cannot be pickled, whatever one tries."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what, threading.Lock())
+
+
+class MuteError(Exception):
+    """Cannot even say what it is about."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+def holding_a_lock() -> Exception:
+    error = ValueError("with a lock")
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    return error
+
+
+ODD: dict[str, tuple[Any, type[BaseException], str]] = {
+    "constructor": (lambda: OddError(code=5, where="here"), OddError, "5 at here"),
+    "slots": (lambda: SlottedError("said"), SlottedError, "said"),
+    "unpicklable": (lambda: StubbornError("what"), WorkerError, "StubbornError: ('what'"),
+    "attribute": (holding_a_lock, ValueError, "with a lock"),
+    "mute": (lambda: MuteError("x"), MuteError, ""),
+    "unicode": (lambda: UnicodeDecodeError("utf8", b"\xff", 0, 1, "bad"), UnicodeDecodeError, "can't decode byte 0xff"),
+    "os": (lambda: FileNotFoundError(errno.ENOENT, "No such file", "/x"), FileNotFoundError, "'/x'"),
+    "exit": (lambda: SystemExit("enough"), WorkerError, "SystemExit: enough"),
+    "interrupt": (lambda: KeyboardInterrupt(), WorkerError, "KeyboardInterrupt"),
+    "axis": (lambda: np.exceptions.AxisError(3, 2), np.exceptions.AxisError, "axis 3 is out of bounds"),
+    "gone": (lambda: WorkerDiedError("Worker", 4, 5, -9), WorkerDiedError, "Worker 4 (pid 5) was killed by SIGKILL"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_exceptions(make: Make, name: str) -> None:
+    factory, kind, text = ODD[name]
+
+    def fail() -> None:
+        raise factory()
+
+    collector = make("sync", doing(fail, at=15))
+    error = advance_until_it_raises(collector)
+    assert isinstance(error, kind), repr(error)
+    if name != "mute":
+        assert text in str(error)
+        assert_is_remote(error)
+    if name == "constructor":
+        assert (error.code, error.where) == (5, "here")  # type: ignore[attr-defined]
+
+
+# -- wrong values --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["nan", "nan_reward"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_is_warned_of_once(make: Make, kind: str, fault: str) -> None:
+    collector = make(kind, faulty(fault, at=5))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        deadline = time.monotonic() + 20
+        while not caught:
+            assert time.monotonic() < deadline
+            advance(collector)
+        for _ in range(5):
+            advance(collector)
+    assert [w.category for w in caught] == [NotANumberWarning]
+    assert "Worker 1" in str(caught[0].message)
+    assert ("reward" if fault == "nan_reward" else "observation") in str(caught[0].message)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_warning_that_is_an_error_loses_no_batch(make: Make, kind: str) -> None:
+    collector = make(kind, faulty("nan_reward", at=5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(NotANumberWarning):
+            deque(iter(collector.rollout, None), maxlen=0)
+        for _ in range(4):
+            with within(5):
+                collector.rollout()
+
+
+@pytest.mark.parametrize("fault", ["shape", "dtype"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_shape_or_dtype_names_the_key(make: Make, kind: str, fault: str) -> None:
+    collector = make(kind, faulty(fault, at=15))
+    error = advance_until_it_raises(collector)
+    assert isinstance(error, ShapeError if fault == "shape" else ValueError | TypeError)
+    assert "observation" in told(error)
+    if fault == "shape":
+        assert "(4,)" in str(error)
+        assert "(3,)" in str(error)
+    assert_is_remote(error)
+
+
+def test_workers_that_differ_are_told_apart() -> None:
+    with pytest.raises(ValueError, match=r"worker 1 .* differs from worker 0") as caught:
+        build("sync", [lambda: CountingGymEnv(), lambda: CountingGymEnv(kind="dict")])
+    assert "entries" in str(caught.value)
+
+
+# -- what cannot be sent -------------------------------------------------------------------------------------------
+
+
+class Config:
+    def __init__(self) -> None:
+        self.size, self.handle = 3, threading.Lock()
+
+
+def test_a_factory_that_cannot_be_pickled_names_the_attribute() -> None:
+    settings = Config()
+    with within(5), pytest.raises(RuntimeError, match=r"settings\.handle is lock") as caught:
+        build("sync", [lambda: (settings, CountingGymEnv())[1]] * 2)
+    assert "inside the factory" in str(caught.value)
+
+
+def test_a_policy_that_cannot_be_pickled_names_the_attribute() -> None:
+    policy = net()
+    policy.module.handle = threading.Lock()  # type: ignore[union-attr, assignment]
+    with pytest.raises(RuntimeError, match=r"policy.*handle"):
+        build("async", policy=policy)
+
+
+def test_an_env_instead_of_a_factory_is_refused() -> None:
+    with pytest.raises(TypeError, match="functions that return an env"):
+        MultiSyncCollector([CountingEnv()], frames_per_batch=10)
+
+
+def test_a_hook_that_cannot_be_pickled_starts_nothing() -> None:
+    lock = threading.Lock()
+    with pytest.raises(RuntimeError, match="lock"):
+        build("sync", post_collect_hook=lambda batch: lock.acquire())
+
+
+# -- warnings, output and channels of workers ----------------------------------------------------------------------
+
+
+def chatty_warnings(count: int) -> Any:
+    def warn() -> None:
+        for number in range(count):
+            warnings.warn(f"chatter {number}", UserWarning, stacklevel=1)
+
+    return warn
+
+
+def test_warnings_of_others_are_kept_quiet_by_default(make: Make) -> None:
+    collector = make("sync", doing(chatty_warnings(3), at=5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            collector.next()
+
+
+def test_warnings_of_others_are_shown_on_request(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swath, "filter_warnings_subprocess", False)
+    collector = make("sync", doing(chatty_warnings(1), at=5))
+    with pytest.warns(UserWarning, match=r"Worker 1: chatter 0 .*test_worker_errors.py"):
+        deque(islice(collector, 3), maxlen=0)
+
+
+def test_more_warnings_than_the_channel_holds_do_no_harm(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody listens while they are made; what was begun must not tear the messages that follow."""
+    monkeypatch.setattr(swath, "filter_warnings_subprocess", False)
+
+    def flood() -> None:
+        for number in range(4000):
+            warnings.warn(f"{number:08d}" * 40, UserWarning, stacklevel=1)
+
+    collector = make("start", doing(flood, at=5), total_frames=400)
+    until(lambda: collector.stats()["frames"] >= 400)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        until(lambda: not collector.is_running())
+    assert len(caught) > 100
+    for warning in caught:
+        assert str(warning.message).startswith("Worker 1: "), "a message is torn"
+    assert collector.replay_buffer.write_count == 400
+
+
+def test_workers_that_print_a_lot(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
+    def shout() -> None:
+        for _ in range(2000):
+            print("x" * 99)
+
+    collector = make("sync", doing(shout, at=5))
+    for _ in range(3):
+        assert_frames_belong(collector.next())
+    collector.shutdown()
+    assert capfd.readouterr().out.count("x" * 99) == 2000
+
+
+def close_sockets() -> None:
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                os.close(int(fd))
+        except OSError:
+            continue
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_that_closes_its_channel(make: Make, kind: str) -> None:
+    collector = make(kind, doing(close_sockets))
+    with within(10):
+        error = advance_until_it_raises(collector)
+    assert isinstance(error, WorkerDiedError)
+    assert error.index == 1
+
+
+def test_a_child_of_a_worker_that_outlives_it_keeps_nobody_waiting(make: Make) -> None:
+    """It has the worker's descriptors, and holds them open."""
+
+    def fork_and_die() -> None:
+        if os.fork():
+            os._exit(5)
+        time.sleep(8)
+        os._exit(0)
+
+    collector = make("sync", doing(fork_and_die))
+    with within(4):
+        error = advance_until_it_raises(collector)
+    assert isinstance(error, WorkerDiedError)
+    assert error.exitcode == 5
+
+
+# -- several threads -----------------------------------------------------------------------------------------------
+
+
+def test_several_threads_sample_while_one_looks_after_the_workers(make: Make) -> None:
+    collector = make("start", replay_buffer=buffer_of(prefetch=2))
+    errors: list[BaseException] = []
+
+    def sample() -> None:
+        try:
+            for _ in range(150):
+                collector.replay_buffer.sample()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=sample) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert collector.is_running()
+        collector.state_dict()
+    assert not errors
+
+
+def test_weights_are_updated_from_another_thread(make: Make) -> None:
+    collector = make("async", policy=net())
+    errors: list[BaseException] = []
+    is_over = threading.Event()
+
+    def update() -> None:
+        try:
+            while not is_over.is_set():
+                collector.update_policy_weights_()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    for _ in range(60):
+        collector.next()
+    is_over.set()
+    thread.join(10)
+    assert not errors
