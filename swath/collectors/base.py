@@ -13,11 +13,11 @@ from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset
 
 from swath.collectors.config import CollectorConfig, Hook
-from swath.collectors.paths import follow
 from swath.collectors.profile import ProfileConfig, ProfilingHook
 from swath.collectors.progress import Progress
 from swath.errors import EndlessError
 from swath.rollout.trajectories import TrajectoryAssembler
+from swath.runtime.paths import follow
 from swath.weights import requested_weights, warn_of_old_name
 
 Self = TypeVar("Self", bound="BaseCollector")

@@ -17,7 +17,6 @@ from swath.collectors.background import Background
 from swath.collectors.base import BaseCollector
 from swath.collectors.buffer_writer import BufferWriter
 from swath.collectors.config import CollectorConfig, PolicyVersion, refuse_elsewhere
-from swath.collectors.paths import follow
 from swath.collectors.utils import split_trajectories
 from swath.data import ReplayBuffer
 from swath.envs import EnvBase, as_env
@@ -27,6 +26,7 @@ from swath.modules import RandomPolicy, as_policy
 from swath.rollout import FrameBudget, LoopSettings, Receipt, RolloutLoop, Slot
 from swath.rollout.devices import as_device
 from swath.runtime import compiler
+from swath.runtime.paths import follow
 from swath.seeding import checked_seed
 from swath.weights import POLICY_ID, Layout, WeightsMail, fitted, for_worker, layers_of
 

@@ -132,6 +132,8 @@ class Answer:
     number: int
     value: Any = None
     failure: Failure | None = None
+    ticket: int = 0
+    """Of the last work that was done before."""
 
 
 @dataclass(frozen=True)

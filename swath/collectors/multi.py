@@ -33,6 +33,7 @@ from swath.errors import ClosedError
 from swath.keys import TRAJ_IDS
 from swath.rollout import FrameBudget
 from swath.rollout.trajectories import WORKER_BITS
+from swath.runtime.paths import follow
 from swath.seeding import checked_seed, lane_seed, next_seed
 from swath.weights import POLICY_ID, Layout, Publisher, flat_weights, for_worker, layers_of
 
@@ -485,7 +486,7 @@ class MultiCollector(BaseCollector):
         with self._at_rest():
             self._ask("reset", workers=workers)
             for worker in self._workers.indices if workers is None else workers:
-                self._lose_episodes(worker)
+                self._lose_episodes(worker, self._workers.answered_after.get(worker))
 
     def _chosen(self, given: Any) -> list[int] | None:
         """Workers by index, or by True for each; None for all."""
@@ -501,10 +502,11 @@ class MultiCollector(BaseCollector):
             raise ValueError(f"reset({given!r}): there is no worker {unknown[0]} among {self._workers.indices}.")
         return workers
 
-    def _lose_episodes(self, worker: int) -> None:
-        """What a worker has collected so far ends its open episodes: they are given up once all of it is delivered."""
+    def _lose_episodes(self, worker: int, ticket: int | None = None) -> None:
+        """A worker's work (up to `ticket`) ends its open episodes: they are given up once all of it is delivered."""
         number = self._numbers[worker]
-        last = next((work for work in reversed(self._workers.done) if work.index == worker), None)
+        works = (work for work in reversed(self._workers.done) if work.index == worker)
+        last = next((work for work in works if ticket is None or work.ticket <= ticket), None)
         if last is None:
             self._give_up([number])
         else:
@@ -541,8 +543,6 @@ class MultiCollector(BaseCollector):
 
     def getattr_rb(self, name: str) -> Any:
         """An attribute of the replay buffer, by path."""
-        from swath.collectors.paths import follow
-
         return follow(self.config.replay_buffer, name)
 
     def _first(self, path: str, *args: Any) -> Any:

@@ -234,8 +234,8 @@ class Session:
             self._forget_work()
         try:
             self._adopt()
-            answer = Answer(call.number, self.collector.cascade_execute(call.path, *call.args, **(call.kwargs or {})))
-            self._channel.send(answer, by_value=True)
+            value = self.collector.cascade_execute(call.path, *call.args, **(call.kwargs or {}))
+            self._channel.send(Answer(call.number, value, ticket=self._attention.ticket), by_value=True)
         except Exception as error:
             self._channel.send(Answer(call.number, failure=Failure.of(error)))
 

@@ -122,6 +122,8 @@ class Workers:
         self._answers: dict[int, Answer] = {}
         self.last_ticket = dict.fromkeys(range(config.workers), 0)
         """Of the last work that each worker was given."""
+        self.answered_after: dict[int, int] = {}
+        """The ticket of the last work that each worker had done when it last answered."""
         self._known: dict[int, set[int]] = {}
         self._numbers = itertools.count(1)
         self._pulse: dict[int, tuple[float, float]] = {}
@@ -331,6 +333,7 @@ class Workers:
             case Collected():
                 self._finish(index, message)
             case Answer():
+                self.answered_after[index] = message.ticket
                 if self._asked.pop(message.number, None) is not None:
                     self._answers[message.number] = message
             case Ready():

@@ -9,8 +9,8 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from swath.collectors import BaseCollector, Collector, DataCollectorBase, SyncDataCollector
-from swath.collectors.paths import follow
 from swath.envs import GymEnv, SerialEnv
+from swath.runtime.paths import follow
 from swath.testing import CountingGymEnv, counting_envs
 
 

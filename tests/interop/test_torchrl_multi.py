@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from swath.collectors import MultiAsyncCollector, MultiSyncCollector
+from swath import collectors
 from swath.keys import TRAJ_IDS
 
 with warnings.catch_warnings():
@@ -29,10 +29,6 @@ def validation_is_off(distributions_are_validated: None) -> None:
 
 
 def make_env() -> Any:
-    return mocks.CountingEnv(max_steps=5)
-
-
-def make_batched() -> Any:
     return mocks.CountingEnv(max_steps=5, batch_size=[3])
 
 
@@ -53,28 +49,17 @@ def assert_same(ours: TensorDictBase, theirs: TensorDictBase) -> None:
             assert torch.equal(ours.get(key), value), key
 
 
-@pytest.mark.parametrize("make", [make_env, make_batched])
-def test_sync_batches_are_the_peers(make: Any) -> None:
-    """In every way of joining: shapes, entries, names and values."""
-    lanes = 3 if make is make_batched else 1
-    size = {"frames_per_batch": 14 * lanes, "total_frames": 28 * lanes}
-    for how in ("stack", 0) if make is make_batched else ("stack",):
-        theirs = peer_collectors.MultiSyncCollector([make] * 2, make_policy(), cat_results=how, **size)
-        their_batches = [batch.clone() for batch in theirs]
-        theirs.shutdown()
-        with MultiSyncCollector([make] * 2, make_policy(), cat_results=how, **size) as ours:
-            our_batches = list(ours)
-        assert len(our_batches) == len(their_batches) == 2
-        for our_batch, their_batch in zip(our_batches, their_batches, strict=True):
-            assert_same(our_batch, their_batch)
-
-
-def test_async_batches_are_the_peers() -> None:
-    size = {"frames_per_batch": 14, "total_frames": 28}
-    theirs = peer_collectors.MultiAsyncCollector([make_env], make_policy(), **size)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["MultiSyncCollector", "MultiAsyncCollector"])
+def test_batches_are_the_peers(kind: str) -> None:
+    """Shapes, entries, names and values; the peer takes its time to start."""
+    workers = 2 if kind == "MultiSyncCollector" else 1
+    size = {"frames_per_batch": 21 * workers, "total_frames": 42 * workers}
+    theirs = getattr(peer_collectors, kind)([make_env] * workers, make_policy(), **size)
     their_batches = [batch.clone() for batch in theirs]
     theirs.shutdown()
-    with MultiAsyncCollector([make_env], make_policy(), track_policy_version=False, **size) as ours:
-        our_batches = list(ours)
+    ours = getattr(collectors, kind)([make_env] * workers, make_policy(), track_policy_version=False, **size)
+    our_batches = list(ours)
+    assert len(our_batches) == len(their_batches) == 2
     for our_batch, their_batch in zip(our_batches, their_batches, strict=True):
         assert_same(our_batch, their_batch)

@@ -193,14 +193,13 @@ def test_a_worker_that_is_stopped_for_a_while_is_named_and_then_goes_on(make: Ma
         if kind == "sync":
             threading.Timer(2.5, os.kill, (pid, signal.SIGCONT)).start()
             assert_follows(before, advance(collector))
-        while not any(issubclass(w.category, StallWarning) for w in caught):
+        while not any("it is stopped" in str(w.message) for w in caught):
             assert time.monotonic() < deadline
             advance(collector)
         os.kill(pid, signal.SIGCONT)
-    stalls = [w for w in caught if issubclass(w.category, StallWarning)]
+    stalls = [str(w.message) for w in caught if "it is stopped" in str(w.message)]
     assert len(stalls) == 1
-    assert f"Worker 1 (pid {pid})" in str(stalls[0].message)
-    assert "stopped" in str(stalls[0].message)
+    assert f"Worker 1 (pid {pid})" in stalls[0]
     seen: set[int] = set()
     deadline = time.monotonic() + 20
     while len(seen) < 2:  # both of them work
@@ -238,23 +237,23 @@ def test_a_step_that_takes_long_is_named(make: Make, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_slow_consumer_is_no_stall(make: Make, kind: str) -> None:
-    collector = make(kind, stall_warning_s=0.2)
+    collector = make(kind, stall_warning_s=0.6)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(3):
+        for _ in range(2):
             advance(collector)
-            time.sleep(0.6)  # the trainer trains
+            time.sleep(0.9)  # the trainer trains
         advance(collector)
         collector.state_dict()
 
 
 def test_a_worker_that_rests_is_no_stall(make: Make) -> None:
-    collector = make("start", stall_warning_s=0.2)
+    collector = make("start", stall_warning_s=0.6)
     advance(collector)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with collector.pause():
-            deadline = time.monotonic() + 1
+            deadline = time.monotonic() + 1.2
             while time.monotonic() < deadline:
                 collector.is_running()
                 time.sleep(0.05)
@@ -262,7 +261,7 @@ def test_a_worker_that_rests_is_no_stall(make: Make) -> None:
 
 def test_a_worker_that_waits_for_the_rate_limiter_is_no_stall(make: Make) -> None:
     buffer = buffer_of(rate_limiter=RateLimiter(samples_per_insert=1.0, min_size_to_sample=10))
-    collector = make("start", replay_buffer=buffer, stall_warning_s=0.2)
+    collector = make("start", replay_buffer=buffer, stall_warning_s=0.6)
     buffer.sample()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
