@@ -30,7 +30,7 @@ from swath.data import ReplayBuffer
 from swath.envs import EnvBase
 from swath.envs.registry import Registered
 from swath.errors import ClosedError
-from swath.keys import TRAJ_IDS
+from swath.keys import DONE, NEXT, TRAJ_IDS
 from swath.rollout import FrameBudget
 from swath.rollout.trajectories import WORKER_BITS
 from swath.runtime.paths import follow
@@ -279,8 +279,9 @@ class MultiCollector(BaseCollector):
     def _taken(self, batch: TensorDictBase) -> TensorDictBase:
         """A batch that goes to the user by frames: episodes that are put together must do without those in it."""
         if self.config.trajs_per_batch is not None:
-            ids = batch.get(TRAJ_IDS).unique().tolist()
-            self._assembler.tear(ids, ids)
+            ids = batch.get(TRAJ_IDS)
+            ended = set(ids[batch.get((NEXT, DONE)).squeeze(-1)].tolist())
+            self._assembler.tear(ids.unique().tolist(), set(ids.flatten().tolist()) - ended)
         return batch
 
     @abstractmethod
@@ -629,6 +630,8 @@ class MultiCollector(BaseCollector):
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Go on with the saved counters and weights, in new episodes with new ids."""
         self._must_be_open()
+        if self._workers.free is not None:
+            raise RuntimeError("This collector runs in the background: load the state before start().")
         indices = self._workers.indices
         missing = [key for key in ("frames", "iter", *(f"worker{i}" for i in indices)) if key not in state_dict]
         if missing or f"worker{self.num_workers}" in state_dict:

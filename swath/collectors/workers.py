@@ -36,6 +36,8 @@ from swath.rollout import Slot
 from swath.runtime import Crew, Died, StallWarning
 from swath.weights import TakeFrom
 
+REST_S = 60.0
+"""How long a step may take while somebody waits for workers to rest."""
 LOOK_S = 1.0
 """How often somebody who waits looks for workers that have stalled."""
 
@@ -253,11 +255,17 @@ class Workers:
         self._pulse.pop(index, None)
         self._crew.send(index, question, by_value=True)
 
-    def _answered(self, asked: dict[int, int], path: str) -> dict[int, Any]:
+    def _answered(self, asked: dict[int, int], path: str, timeout_s: float = math.inf) -> dict[int, Any]:
         answers: dict[int, Any] = {}
         failure: BaseException | None = None
-        while any(number in self._asked for number in asked):
-            self.attend(LOOK_S)
+        deadline = time.monotonic() + timeout_s
+        while late := [index for number, index in asked.items() if number in self._asked]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"Workers {late} of {self.name} have not come to rest within {timeout_s:.0f} s: a step of their "
+                    "env or policy, a hook, or a write takes that long, or they are stopped."
+                )
+            self.attend(min(LOOK_S, timeout_s))
         for number, index in asked.items():
             answer = self._answers.pop(number, None)
             if answer is None:
@@ -288,7 +296,7 @@ class Workers:
             asked[number] = index
             self.board.stop(index)
             self._put(index, Rest(number))
-        self._answered(asked, "rest")
+        self._answered(asked, "rest", REST_S)
 
     def go_on(self) -> None:
         """End a rest."""

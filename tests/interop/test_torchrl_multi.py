@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import warnings
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule
-from torch import nn
+from peer_batches import make_env, make_policy
+from tensordict import TensorDict, TensorDictBase
 
 from swath import collectors
 from swath.keys import TRAJ_IDS
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    peer_collectors = pytest.importorskip("torchrl.collectors")
-    mocks = pytest.importorskip("torchrl.testing.mocking_classes")
-
+pytest.importorskip("torchrl")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.torchrl]
+SCRIPT = Path(__file__).with_name("peer_batches.py")
 
 
 @pytest.fixture(autouse=True)
 def validation_is_off(distributions_are_validated: None) -> None:
     """As TorchRL sets it when it is imported: some of its distributions fail otherwise."""
     torch.distributions.Distribution.set_default_validate_args(False)
-
-
-def make_env() -> Any:
-    return mocks.CountingEnv(max_steps=5, batch_size=[3])
-
-
-def make_policy() -> nn.Module:
-    return TensorDictModule(lambda observation: torch.ones_like(observation), ["observation"], ["action"])
 
 
 def layout(batch: TensorDictBase) -> dict[Any, Any]:
@@ -51,15 +41,21 @@ def assert_same(ours: TensorDictBase, theirs: TensorDictBase) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["MultiSyncCollector", "MultiAsyncCollector"])
-def test_batches_are_the_peers(kind: str) -> None:
+def test_batches_are_the_peers(kind: str, tmp_path: Path) -> None:
     """Shapes, entries, names and values; the peer takes its time to start."""
     workers = 2 if kind == "MultiSyncCollector" else 1
-    size = {"frames_per_batch": 21 * workers, "total_frames": 42 * workers}
-    theirs = getattr(peer_collectors, kind)([make_env] * workers, make_policy(), **size)
-    their_batches = [batch.clone() for batch in theirs]
-    theirs.shutdown()
-    ours = getattr(collectors, kind)([make_env] * workers, make_policy(), track_policy_version=False, **size)
-    our_batches = list(ours)
-    assert len(our_batches) == len(their_batches) == 2
-    for our_batch, their_batch in zip(our_batches, their_batches, strict=True):
-        assert_same(our_batch, their_batch)
+    frames, saved = 21 * workers, tmp_path / "batches.pt"
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), kind, str(workers), str(frames), str(saved)]
+    subprocess.run(command, check=True, timeout=100, cwd=tmp_path)
+    with getattr(collectors, kind)(
+        [make_env] * workers,
+        make_policy(),
+        frames_per_batch=frames,
+        total_frames=2 * frames,
+        track_policy_version=False,
+    ) as collector:
+        ours = list(collector)
+    theirs = torch.load(saved)
+    assert len(ours) == len(theirs) == 2
+    for batch, (entries, shape, names) in zip(ours, theirs, strict=True):
+        assert_same(batch, TensorDict(entries, batch_size=shape, names=names))
