@@ -13,10 +13,10 @@ BENCH_ARGS ?=
 .DEFAULT_GOAL := help
 # Both stamps install into one environment, so they may not run at the same time.
 .NOTPARALLEL:
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench bench-processes clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.demo.stamp ## Train PPO on CartPole-v1 and draw its learning curve
 	$(PY) examples/ppo_cartpole.py --plot learning_curve.png $(DEMO_ARGS)
@@ -33,6 +33,9 @@ check: $(VENV)/.dev.stamp ## Lint, formatting, types, layer rule, spelling
 
 bench: $(VENV)/.dev.stamp ## Compare with other ways of collecting (BENCH_ARGS="--help" for options)
 	$(PY) benchmarks/run.py $(BENCH_ARGS)
+
+bench-processes: $(VENV)/.dev.stamp ## The same with several processes (about an hour; BENCH_ARGS="--rounds 2" for less)
+	$(PY) benchmarks/run.py --suite processes $(BENCH_ARGS)
 
 clean: ## Remove the environment, caches and what the demo wrote
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from benchmarks import workloads
 from benchmarks.contestants import CONTESTANTS as COLLECTING
 from benchmarks.figures import FRAMES, Figure
+from benchmarks.processes import workloads as processes
+from benchmarks.processes.contestants import CONTESTANTS as PROCESSING
 from benchmarks.replay import workloads as replay
 from benchmarks.replay.contestants import CONTESTANTS as REPLAYING
 
@@ -21,6 +23,10 @@ class Entry:
     contestants: tuple[str, ...]
     legend: Mapping[str, str]
     """What each contestant's name stands for in this workload."""
+    suite: str = "single"
+    """What it is run and published with: "single" is all that collects in one process."""
+    family: str = ""
+    """Workloads of one family share a table."""
 
 
 CATALOG: dict[str, Entry] = {
@@ -29,7 +35,16 @@ CATALOG: dict[str, Entry] = {
         for w in workloads.WORKLOADS.values()
     },
     **{w.name: Entry(w.title, w.figures, w.contestants, REPLAYING) for w in replay.WORKLOADS.values()},
+    **{
+        w.name: Entry(w.title, w.figures, w.contestants, PROCESSING, "processes", w.family)
+        for w in processes.WORKLOADS.values()
+    },
 }
 
-CONTESTANTS: tuple[str, ...] = tuple(dict.fromkeys([*COLLECTING, *REPLAYING]))
+SUITES: dict[str, list[str]] = {
+    suite: [name for name, entry in CATALOG.items() if entry.suite == suite] for suite in ("single", "processes")
+}
+"""The workloads that are run together."""
+
+CONTESTANTS: tuple[str, ...] = tuple(dict.fromkeys([*COLLECTING, *REPLAYING, *PROCESSING]))
 """All names, in the order in which they take their turns."""

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Figure:
-    """One column of the table; more is better in all of them."""
+    """One column of the table."""
 
     key: str
     """Its name in what a measurement prints and in `results.json`."""
     heading: str
     digits: int = 0
+    less_is_better: bool = False
+    """For times; then a ratio is turned round, so that more than 1 always means faster."""
 
     def show(self, value: float) -> str:
         return f"{value:,.{self.digits}f}"

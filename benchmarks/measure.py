@@ -25,6 +25,12 @@ def measure(workload_name: str, contestant: str, seconds: float) -> dict[str, fl
         from benchmarks.replay.measure import measure as measure_replay
 
         return measure_replay(REPLAYING[workload_name], contestant, seconds)
+    from benchmarks.processes.workloads import WORKLOADS as PROCESSES
+
+    if workload_name in PROCESSES:
+        from benchmarks.processes.measure import measure as measure_processes
+
+        return measure_processes(PROCESSES[workload_name], contestant, seconds)
     return _measure_collecting(workload_name, contestant, seconds)
 
 

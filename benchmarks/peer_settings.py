@@ -1,8 +1,9 @@
 """Which of the peer's settings is fastest: `python -m benchmarks.peer_settings W2`.
 
-All variants of `contestants/_peer.py` live in one process here and take turns batch by batch, which
-is less strict than `run.py` but compares close cousins under the same minute of the machine. A
-variant that does not deliver the agreed content is shown with the reason and cannot win.
+All variants of `contestants/_peer.py` (for W4 and W6m, those of `processes/contestants/_peer.py`)
+live in one process here and take turns batch by batch, which is less strict than `run.py` but compares
+close cousins under the same minute of the machine. A variant that does not deliver the agreed content
+is shown with the reason and cannot win. Not for async workers, which would work in others' turns.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import argparse
 import os
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 
 from benchmarks.machine import THREAD_VARIABLES
 
@@ -19,23 +22,38 @@ os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))  # before torch is impor
 import torch
 
 from benchmarks.batch import Run, check
+from benchmarks.catalog import CATALOG
 from benchmarks.contestants._peer import build_variant, variants
+from benchmarks.processes.contestants import _peer as processes
+from benchmarks.processes.parts import Collecting
+from benchmarks.processes.workloads import WORKLOADS as PROCESSES
 from benchmarks.results import Spread
-from benchmarks.workloads import WORKLOADS, Workload, get_workload
+from benchmarks.workloads import WORKLOADS, get_workload
+
+Builder = Callable[[], Collecting]
 
 
-def compare(workload: Workload, rounds: int, only: list[str]) -> None:
+def builders(name: str) -> dict[str, Builder]:
+    """All variants for the workload of that name."""
+    if name in PROCESSES:
+        several = PROCESSES[name]
+        return {key: partial(processes.collect, several, *how) for key, how in processes.VARIANTS.items()}
+    one = get_workload(name)
+    return {key: lambda key=key: Collecting(build_variant(one, key), one) for key in variants(one)}
+
+
+def compare(title: str, made: dict[str, Builder], rounds: int) -> None:
     runs: dict[str, Run] = {}
     flaws: dict[str, str] = {}
-    for name in variants(workload):
-        if only and not any(part in name for part in only):
-            continue
+    for name, build in made.items():
         try:
-            runs[name] = build_variant(workload, name)
-            check(runs[name], workload)
+            collecting = build()
+            runs[name] = collecting.run
+            check(collecting.run, collecting.batch, collecting.joined)
         except Exception as error:
             flaws[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
-            runs.pop(name, None)
+            if name in runs:
+                runs.pop(name).close()
     rates: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -44,7 +62,7 @@ def compare(workload: Workload, rounds: int, only: list[str]) -> None:
             rates[name].append(frames / (time.perf_counter() - start))
     for run in runs.values():
         run.close()
-    print(f"{workload.name}: {workload.title}")
+    print(title)
     for name, values in sorted(rates.items(), key=lambda item: -sum(item[1])):
         spread = Spread.of(values)
         if spread:
@@ -61,8 +79,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    get_workload("W6")  # registers the pixel env
     for name in args.workloads:
-        compare(get_workload(name), args.rounds, args.only)
+        made = builders(name)
+        chosen = {key: build for key, build in made.items() if not args.only or any(part in key for part in args.only)}
+        compare(f"{name}: {CATALOG[name].heading}", chosen, args.rounds)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,11 @@ from tensordict.nn import (
 from torch import nn
 
 
-def mlp(inputs: int, outputs: int) -> nn.Module:
-    """obs-64-64-out with tanh."""
-    return nn.Sequential(nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))
+def mlp(inputs: int, outputs: int, hidden: int = 64) -> nn.Module:
+    """obs-hidden-hidden-out with tanh."""
+    return nn.Sequential(
+        nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, outputs)
+    )
 
 
 class _ToUnit(nn.Module):

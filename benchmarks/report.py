@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks import families
 from benchmarks.catalog import CATALOG
 from benchmarks.figures import Figure
 from benchmarks.results import Results, Series, Spread
@@ -10,15 +11,29 @@ BUSY = 0.9
 """Below this share of a processor the figure was disturbed by other work, and the page says so."""
 
 
-def markdown(results: Results) -> str:
+CHECKED = (
+    "Before the clock starts,\neach contestant that stores data must deliver two batches with the same agreed "
+    "content, final\nobservations and log-probs included; and what a buffer delivers must be whole frames, as they "
+    "were written."
+)
+
+
+def markdown(results: Results, title: str = "Benchmark results", checked: str = CHECKED) -> str:
     """The whole page."""
-    parts = ["# Benchmark results", _conditions(results)]
-    parts += [_table(results, workload) for workload in results.series]
+    parts = [f"# {title}", _conditions(results, checked)]
+    done: set[str] = set()
+    for workload in results.series:
+        family = CATALOG[workload].family
+        if not family:
+            parts.append(_table(results, workload))
+        elif family not in done:
+            parts.append(families.table(results, family))
+            done.add(family)
     parts.append(_legend(results))
     return "\n\n".join(parts) + "\n"
 
 
-def _conditions(results: Results) -> str:
+def _conditions(results: Results, checked: str) -> str:
     facts = dict(results.machine)
     cpu, cores, system = facts.pop("cpu"), facts.pop("cores"), facts.pop("system")
     versions = ", ".join(f"{name} {version}" for name, version in facts.items())
@@ -28,11 +43,7 @@ def _conditions(results: Results) -> str:
         "process for each figure,\ncontestants taking turns. One thread for everybody "
         "(`torch.set_num_threads(1)`; OMP, MKL and OpenBLAS set\nto 1). Rates: median "
         "and, in brackets, lowest to highest round. Ratio: swath's rate divided by\nthe "
-        "contestant's, taken within each round, then median and range over the rounds. Before the "
-        "clock starts,\n"
-        "each contestant that stores data must deliver two batches with the same agreed content, "
-        "final\nobservations and log-probs included; and what a buffer delivers must be whole frames, as "
-        "they were written."
+        "contestant's, taken within each round, then median and range over the rounds. " + checked
     )
 
 
@@ -83,6 +94,9 @@ def _notes(name: str, series: Series) -> list[str]:
     disturbed = sum(share < BUSY for share in series.cpu_shares)
     if disturbed:
         notes.append(f"- {name}: in {disturbed} round(s) it had less than {BUSY:.0%} of a core")
+    disturbed = sum(share > 1 - BUSY for share in series.busy_before)
+    if disturbed:
+        notes.append(f"- {name}: in {disturbed} round(s) other work took more than {1 - BUSY:.0%} of the machine")
     return notes
 
 

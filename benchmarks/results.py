@@ -32,6 +32,8 @@ class Series:
     rates: dict[str, list[float | None]]
     """By figure."""
     cpu_shares: list[float] = field(default_factory=list)
+    busy_before: list[float] = field(default_factory=list)
+    """For several processes: how busy the machine was with other work just before."""
     failures: list[str] = field(default_factory=list)
     absent: str | None = None
     """Why it could not take part, if so."""
@@ -54,11 +56,13 @@ class Results:
         series = contestants.setdefault(contestant, Series({f.key: [] for f in CATALOG[workload].figures}))
         for key, rates in series.rates.items():
             rates.append(outcome.get(key))
+        if outcome.get("busy_before") is not None:
+            series.busy_before.append(outcome["busy_before"])
         if "absent" in outcome:
             series.absent = str(outcome["absent"])
         elif "failed" in outcome:
             series.failures.append(_without_paths(str(outcome["failed"])))
-        else:
+        elif "cpu_share" in outcome:  # not of several processes, which wait for each other
             series.cpu_shares.append(outcome["cpu_share"])
 
     def ratio(self, workload: str, above: str, below: str, figure: Figure) -> Spread | None:
@@ -66,6 +70,8 @@ class Results:
         contestants = self.series[workload]
         if above not in contestants or below not in contestants:
             return None
+        if figure.less_is_better:
+            above, below = below, above
         pairs = zip(contestants[above].rates[figure.key], contestants[below].rates[figure.key], strict=True)
         # a side that was starved to nothing has no ratio
         return Spread.of([a / b for a, b in pairs if a is not None and b])
@@ -87,6 +93,7 @@ class Results:
         return {
             "figures": {figure.key: self._figure(workload, name, figure) for figure in CATALOG[workload].figures},
             "cpu_shares": series.cpu_shares,
+            "busy_before": series.busy_before,
             "failures": series.failures,
             "absent": series.absent,
         }

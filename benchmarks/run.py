@@ -5,8 +5,9 @@ busy minute of the machine falls on all of them; a round measures everybody once
 taken within a round before the median is taken over rounds. Absolute rates depend on the machine,
 ratios hardly.
 
-A full run writes `RESULTS.md` and `results.json` beside this file. A partial or quick one only
-writes where it is told to, so that it cannot replace the published table by accident.
+There are two suites: `single`, which collects in one process, and `processes`. A full run writes
+`RESULTS.md` and `results.json` beside this file, or `PROCESSES.md` and `processes.json`. A partial or
+quick one only writes where it is told to, so that it cannot replace the published table by accident.
 """
 
 from __future__ import annotations
@@ -23,12 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, report
-from benchmarks.catalog import CATALOG, CONTESTANTS
+from benchmarks.catalog import CATALOG, CONTESTANTS, SUITES
+from benchmarks.group import run_group
+from benchmarks.processes import page
 from benchmarks.results import Results
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT = 180.0
 """Seconds for one figure, imports and warm-up included; longer is a failure with that reason."""
+PAGES: dict[str, tuple[str, str, Callable[[Results], str]]] = {
+    "single": ("results.json", "RESULTS.md", report.markdown),
+    "processes": ("processes.json", "PROCESSES.md", page.markdown),
+}
+"""Where each suite is published, and by what."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +54,10 @@ class Plan:
         return [(w, c) for w in self.workloads for c in CATALOG[w].contestants if c in self.contestants]
 
     @property
-    def full(self) -> bool:
-        return len(self.workloads) == len(CATALOG) and len(self.contestants) == len(CONTESTANTS)
+    def suite(self) -> str | None:
+        """The suite that this is all of, if any."""
+        whole = len(self.contestants) == len(CONTESTANTS)
+        return next((suite for suite, names in SUITES.items() if whole and self.workloads == names), None)
 
 
 def run(plan: Plan) -> Results:
@@ -58,7 +68,9 @@ def run(plan: Plan) -> Results:
     for round_ in range(plan.rounds):
         for workload, contestant in plan.turns:
             done += 1
-            outcome = _measure(workload, contestant, plan.seconds)
+            # several processes wait for each other, so their own time does not tell whether they were disturbed
+            busy = machine.busy_share() if CATALOG[workload].suite == "processes" else None
+            outcome = {**_measure(workload, contestant, plan.seconds), "busy_before": busy}
             results.add(workload, contestant, outcome)
             left = (time.monotonic() - started) / done * (total - done)
             print(
@@ -74,12 +86,10 @@ def _measure(workload: str, contestant: str, seconds: float) -> dict[str, Any]:
     """One figure from a fresh process; whatever goes wrong becomes `{"failed": reason}`."""
     command = [sys.executable, "-m", "benchmarks.measure", workload, contestant]
     try:
-        finished = subprocess.run(
+        finished = run_group(
             [*command, "--seconds", str(seconds)],
             env={**os.environ, **dict.fromkeys(machine.THREAD_VARIABLES, "1")},
             cwd=HERE.parent,
-            capture_output=True,
-            text=True,
             timeout=TIMEOUT + seconds,
         )
     except subprocess.TimeoutExpired:
@@ -115,7 +125,8 @@ def _names(known: Collection[str]) -> Callable[[str], list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--workloads", type=_names(CATALOG), default=list(CATALOG), metavar="W1,W2")
+    add("--suite", choices=SUITES, default="single", help="all workloads of one kind")
+    add("--workloads", type=_names(CATALOG), metavar="W1,W2", help="only these, of whichever suite")
     add("--contestants", type=_names(CONTESTANTS), default=list(CONTESTANTS), metavar="A,B")
     add("--rounds", type=int, default=5)
     add("--seconds", type=float, default=2.5, help="measured time per figure")
@@ -124,14 +135,15 @@ def main() -> None:
     add("--markdown", type=Path, help="where to write the table")
     args = parser.parse_args()
     rounds, seconds = (2, 1.0) if args.quick else (args.rounds, args.seconds)
-    plan = Plan(args.workloads, args.contestants, rounds, seconds)
+    plan = Plan(args.workloads or SUITES[args.suite], args.contestants, rounds, seconds)
 
     results = run(plan)
-    table = report.markdown(results)
+    json_name, markdown_name, markdown = PAGES[CATALOG[plan.workloads[0]].suite]
+    table = markdown(results)
     print(table)
-    publish = plan.full and not args.quick
-    json_path = args.json or (HERE / "results.json" if publish else None)
-    markdown_path = args.markdown or (HERE / "RESULTS.md" if publish else None)
+    publish = plan.suite and not args.quick
+    json_path = args.json or (HERE / json_name if publish else None)
+    markdown_path = args.markdown or (HERE / markdown_name if publish else None)
     if json_path:
         json_path.write_text(json.dumps(results.as_json(), indent=1) + "\n")
     if markdown_path:

@@ -2,8 +2,8 @@
 
 W1 and W2 differ only in the number of envs: one env shows the cost of a step's overhead bare, eight
 show how far it is shared. W3 adds continuous actions (float actions, tanh-normal sampling) and an
-env that is itself slower. W6 moves 28 kB per observation through a network that matters. W4 and W5
-are left free for several processes.
+env that is itself slower. W6 moves 28 kB per observation through a network that matters. Several
+processes are measured in `processes/`.
 """
 
 from __future__ import annotations

@@ -35,6 +35,8 @@ def run_collector(batches: Iterator[TensorDictBase], net: nn.Module, close: Call
 def _content(data: TensorDictBase) -> Batch:
     if data.ndim == 1:
         data = data.unsqueeze(0)  # a single env is delivered as [time]
+    elif data.ndim > 2:
+        data = data.flatten(0, -2)  # several workers as [workers, envs, time]
     # absent keys are left out: the check then names them
     where = {**_KEYS, "log_prob": "action_log_prob"}
     if "sample_log_prob" in data.keys():  # noqa: SIM118 (iterating a TensorDict is not over keys)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from benchmarks.batch import Batch, Run
 from benchmarks.sampling import Sampler
@@ -22,7 +23,7 @@ from benchmarks.workloads import Workload
 class Storage:
     """Tensors `[time, envs, ...]` and the views to write them by, one batch large."""
 
-    def __init__(self, workload: Workload, observation: NDArray[Any]) -> None:
+    def __init__(self, workload: Workload, observation: NDArray[Any], shared: bool = False) -> None:
         steps, lanes = workload.steps, workload.num_envs
         shape, dtype = observation.shape[1:], torch.from_numpy(observation).dtype
         action_shape: tuple[int, ...] = () if workload.discrete else (1,)
@@ -37,6 +38,9 @@ class Storage:
             "terminated": torch.empty(steps, lanes, dtype=torch.bool),
             "truncated": torch.empty(steps, lanes, dtype=torch.bool),
         }
+        if shared:  # before any view is cut: sharing moves the memory
+            for tensor in self.tensors.values():
+                tensor.share_memory_()
         self.arrays = {key: tensor.numpy() for key, tensor in self.tensors.items()}
         # the observation of step t as the network wants it: cut once, used in every batch
         self.observation_rows = list(self.tensors["observation"])
@@ -47,14 +51,15 @@ class Storage:
         return {key: tensor[:steps].transpose(0, 1) for key, tensor in self.tensors.items()}
 
 
-def build(workload: Workload) -> Run:
-    torch.manual_seed(0)
-    net = workload.make_net()
+def build(workload: Workload, net: nn.Module | None = None, seed: int = 0, shared: bool = False) -> Run:
+    """The loop; in a worker, with the network that all share and batches in shared memory."""
+    torch.manual_seed(seed)
+    net = workload.make_net() if net is None else net
     sample = Sampler(workload, net).sample
     envs = [workload.make_env() for _ in range(workload.num_envs)]
-    start = np.stack([env.reset(seed=lane)[0] for lane, env in enumerate(envs)])
+    start = np.stack([env.reset(seed=seed + lane)[0] for lane, env in enumerate(envs)])
     lanes = list(enumerate(envs))
-    storage = Storage(workload, start)
+    storage = Storage(workload, start, shared)
     observation_rows = storage.observation_rows
     observations, actions, log_probs, next_observations, rewards, terminateds, truncateds = storage.arrays.values()
     observations[-1] = start

@@ -24,13 +24,13 @@ def measure(workload: ReplayWorkload, contestant: str, seconds: float) -> dict[s
         peer_tree.offer()
     module = import_module(f"benchmarks.replay.contestants.{contestant}")
     started = time.perf_counter()
-    clock = _Clock()
+    clock = Clock()
     rates = _KINDS[workload.kind](module, workload, seconds, clock)
     named = {figure.key: rate for figure, rate in zip(workload.figures, rates, strict=True)}
     return {**named, "cpu_share": clock.cpu / clock.wall, "seconds": time.perf_counter() - started}
 
 
-class _Clock:
+class Clock:
     """Adds up the time that was measured, and how much of a processor the process had meanwhile."""
 
     def __init__(self) -> None:
@@ -46,19 +46,23 @@ class _Clock:
         return elapsed
 
 
-def _background(module: ModuleType, workload: ReplayWorkload, seconds: float, clock: _Clock) -> list[float]:
+def _background(module: ModuleType, workload: ReplayWorkload, seconds: float, clock: Clock) -> list[float]:
     (capacity,) = workload.capacities
-    run: Background = module.background(capacity)
+    return train_beside(module.background(capacity), workload.pause_s, seconds, 1, clock)
+
+
+def train_beside(run: Background, pause_s: float, seconds: float, writers: int, clock: Clock) -> list[float]:
+    """Frames collected and batches sampled per second, while `writers` of them collect."""
     run.start()
     try:
         _wait_for_frames(run)
-        _check_count(run)
+        _check_count(run, writers)
         _check_collected(run)
-        _train(run, workload.pause_s, WARM_UP_SECONDS)
+        _train(run, pause_s, WARM_UP_SECONDS)
         collected, batches = run.frames(), [0]
 
         def work() -> None:
-            batches[0] = _train(run, workload.pause_s, seconds)
+            batches[0] = _train(run, pause_s, seconds)
 
         elapsed = clock.time(work)
         return [(run.frames() - collected) / elapsed, batches[0] / elapsed]
@@ -74,10 +78,10 @@ def _wait_for_frames(run: Background) -> None:
         run.between(0.01)
 
 
-def _check_count(run: Background) -> None:
-    """What a contestant says that it has collected is what is in its buffer, a batch under way apart."""
+def _check_count(run: Background, writers: int) -> None:
+    """What a contestant says that it has collected is what is in its buffer, batches under way apart."""
     before, held, after = run.frames(), run.held(), run.frames()
-    if not before - ROWS <= held <= after + ROWS:
+    if not before - writers * ROWS <= held <= after + writers * ROWS:
         raise ValueError(f"{before} to {after} frames were counted, and the buffer holds {held}")
 
 
@@ -104,7 +108,7 @@ def _train(run: Background, pause_s: float, seconds: float) -> int:
     return batches
 
 
-def _buffer(module: ModuleType, workload: ReplayWorkload, seconds: float, clock: _Clock) -> list[float]:
+def _buffer(module: ModuleType, workload: ReplayWorkload, seconds: float, clock: Clock) -> list[float]:
     (capacity,) = workload.capacities
     buffer = module.buffer(capacity, workload.pixels)
     frames.check(buffer.content(buffer.sample()))
@@ -118,7 +122,7 @@ def _buffer(module: ModuleType, workload: ReplayWorkload, seconds: float, clock:
     return rates
 
 
-def _prioritized(module: ModuleType, workload: ReplayWorkload, seconds: float, clock: _Clock) -> list[float]:
+def _prioritized(module: ModuleType, workload: ReplayWorkload, seconds: float, clock: Clock) -> list[float]:
     rates = []
     for capacity in workload.capacities:
         run = module.prioritized(capacity)
@@ -128,7 +132,7 @@ def _prioritized(module: ModuleType, workload: ReplayWorkload, seconds: float, c
     return rates
 
 
-def _repeat(call: Callable[[], object], seconds: float, clock: _Clock) -> float:
+def _repeat(call: Callable[[], object], seconds: float, clock: Clock) -> float:
     """Calls per second."""
     _calls(call, WARM_UP_SECONDS)
     count = [0]
@@ -149,7 +153,7 @@ def _calls(call: Callable[[], object], seconds: float) -> int:
     return count
 
 
-_KINDS: dict[str, Callable[[ModuleType, ReplayWorkload, float, _Clock], list[float]]] = {
+_KINDS: dict[str, Callable[[ModuleType, ReplayWorkload, float, Clock], list[float]]] = {
     "background": _background,
     "buffer": _buffer,
     "prioritized": _prioritized,

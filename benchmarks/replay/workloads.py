@@ -24,7 +24,7 @@ ENVS = 8
 COLLECT: Workload = replace(COLLECTING["W2"], name="W9", frames_per_batch=ROWS)
 """What is collected in the background: W2 in smaller batches, as off-policy training wants them."""
 
-_BACKGROUND = (Figure("collected_per_second", "collected frames/s"), Figure("batches_per_second", "sampled batches/s"))
+BACKGROUND = (Figure("collected_per_second", "collected frames/s"), Figure("batches_per_second", "sampled batches/s"))
 _BOTH_GB = (Figure("extend_gb_per_second", "extend GB/s", 2), Figure("sample_gb_per_second", "sample GB/s", 2))
 _SIZES = (Figure("frames_per_second_100k", "100k: frames/s"), Figure("frames_per_second_1m", "1M: frames/s"))
 
@@ -56,11 +56,11 @@ WORKLOADS: dict[str, ReplayWorkload] = {
     for w in (
         ReplayWorkload(
             "W9a", f"CartPole-v1, {ENVS} envs, collected in the background, {BATCH} frames sampled every 2 ms",
-            "background", _BACKGROUND, _THREADS, pause_s=0.002,
+            "background", BACKGROUND, _THREADS, pause_s=0.002,
         ),
         ReplayWorkload(
             "W9b", f"CartPole-v1, {ENVS} envs, collected in the background, {BATCH} frames sampled without pause",
-            "background", _BACKGROUND, _THREADS,
+            "background", BACKGROUND, _THREADS,
         ),
         ReplayWorkload(
             "W9c", f"extend alone, {ROWS} small frames at once", "buffer", (FRAMES,), _BUFFERS, operations=("extend",),

@@ -1,0 +1,1 @@
+"""Benchmarks of several processes: collectors, env stepping, starting and weights."""
