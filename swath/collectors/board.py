@@ -5,6 +5,8 @@ No message is needed to know how a worker is doing, and none is waited for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ FIELDS = (
     "time/waiting",
 )
 """Numbers that a worker writes."""
+LISTEN_S = 0.1
 STOP_ALL = 2**62
 """Stops whatever is being collected."""
 
@@ -78,8 +81,16 @@ class Board:
 class Attention:
     """A worker's view of the board; asked after every step whether to stop, which is a sign of life too."""
 
-    def __init__(self, board: Board, worker: int, users: Any = None) -> None:
-        """Look at the row of `worker`; `users` is an interruptor that the user has given."""
+    def __init__(self, board: Board, worker: int, listen: Callable[[], Any], users: Any = None) -> None:
+        """Look at the row of `worker`.
+
+        Args:
+            board: the workers' board.
+            worker: the index.
+            listen: called now and then, so that a message that is too large to wait on its way can come in.
+            users: an interruptor that the user has given.
+        """
+        self._listen, self._listened_at = listen, perf_counter()
         self.ticket = 0
         """What is being collected."""
         self._numbers = board._numbers[worker]
@@ -89,6 +100,9 @@ class Attention:
     def collection_stopped(self) -> bool:
         """Whether the batch should end here."""
         self._numbers[0] += 1.0
+        if perf_counter() - self._listened_at > LISTEN_S:
+            self._listen()
+            self._listened_at = perf_counter()
         if self._stops[0] >= self.ticket:
             return True
         return self._users is not None and bool(self._users.collection_stopped())
@@ -131,10 +145,11 @@ class SharedBudget:
         """How many of `steps` steps of `lanes` lanes the worker may make; 0 when nothing is left."""
         with self._lock:
             left = int(self._numbers[0])
+            steps = steps if left < 0 else min(steps, -(-left // lanes))
+            claimed = steps * lanes if left < 0 else min(left, steps * lanes)
+            self._numbers[2 + worker] = claimed  # first: a worker that is killed in between must lose nothing
             if left >= 0:
-                steps = min(steps, -(-left // lanes))
-                self._numbers[0] -= min(left, steps * lanes)
-            self._numbers[2 + worker] = steps * lanes if left < 0 else min(left, steps * lanes)
+                self._numbers[0] = left - claimed
             return steps
 
     def settle(self, worker: int, frames: int) -> None:

@@ -28,7 +28,7 @@ from swath.rollout.devices import as_device
 from swath.runtime import compiler
 from swath.runtime.paths import follow
 from swath.seeding import checked_seed
-from swath.weights import POLICY_ID, Layout, WeightsMail, fitted, for_worker, layers_of
+from swath.weights import POLICY_ID, Layout, WeightsMail, fitted, for_worker, layers_of, load_weights
 
 
 class Collector(BaseCollector):
@@ -468,7 +468,7 @@ class Collector(BaseCollector):
             return
         self._adopt_weights()
         for target, weights in ready:  # all of them fit
-            target.load_state_dict(weights, strict=False)
+            load_weights(target, weights)
         if acting is not self.policy:
             self.policy = acting
             self._loop.policy.exchange(_dressed(acting, self.config))
@@ -478,7 +478,7 @@ class Collector(BaseCollector):
         """Act with what was published since the last batch."""
         for ready in self._mail.fetch():
             for target, weights in ready:
-                target.load_state_dict(weights, strict=False)
+                load_weights(target, weights)
             self._loop.version += 1
 
     def _find_model(self, model_id: str) -> Any:

@@ -27,6 +27,8 @@ def alone(work: Work, keys: Sequence[Key], batch_size: tuple[int, ...]) -> Tenso
     assert work.slot is not None
     assert work.receipt is not None
     steps = work.receipt.steps
+    if work.arena is not None:
+        work.arena.delivered(work.slot)
     return named(work.slot.lend(keys, steps), (*batch_size, steps))
 
 
@@ -43,6 +45,8 @@ def joined(
     assert slot is not None
     if all(work.slot is slot for work in works):
         whole = named(slot.lend(keys, slot.steps), (*slot.batch_size, slot.steps))
+        if works[0].arena is not None:
+            works[0].arena.delivered(slot)
         if len(works) < slot.batch_size[0]:  # a worker was dropped while its part was under way
             lanes = slot.lanes // slot.batch_size[0]
             whole = _renamed(whole[torch.as_tensor([work.first_row // lanes for work in works])])

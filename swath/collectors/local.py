@@ -24,6 +24,9 @@ class LocalChannel:
         """From the worker to its parent."""
         self.to_parent.append(message)
 
+    def take_in(self) -> None:
+        """Everything is there at once."""
+
     def has_news(self) -> bool:
         """Whether the worker was sent something."""
         return bool(self.to_worker)

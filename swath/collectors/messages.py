@@ -130,7 +130,8 @@ class Answer:
     """To `Call` and `Rest`."""
 
     number: int
-    value: Any = None
+    packed: bytes | None = None
+    """What was asked for, pickled by value: whether it can be read here concerns only whoever has asked."""
     failure: Failure | None = None
     ticket: int = 0
     """Of the last work that was done before."""

@@ -6,12 +6,14 @@ import atexit
 import contextlib
 import copy
 import os
+import sys
 import threading
 import time
 import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -94,6 +96,11 @@ class MultiCollector(BaseCollector):
         super().__init__(config)
         self.closed = True  # until there is something to shut down
         self._post_hook, self._pre_hook = None, None  # workers call them, where the rollouts are
+        self._worker_hook = config.post_collect_hook
+        self._last_state: dict[str, Any] | None = None
+        """When all frames were collected."""
+        self._endings: list[int | None] = []
+        """Numbers of workers whose open episodes end with what was delivered last."""
         self._given_policy = policy
         self._share_buffer()
         self._numbers: dict[int, int] = {}
@@ -161,7 +168,7 @@ class MultiCollector(BaseCollector):
             number=self._numbers[index],
             create_env_fn=self._makers[index],
             policy=self._policy_to_send(),
-            config=config.for_worker(index),
+            config=replace(config.for_worker(index), post_collect_hook=self._worker_hook),
             init_fn=config.init_fn,
             registered=self._registered,
             board=self._workers.board,
@@ -230,7 +237,7 @@ class MultiCollector(BaseCollector):
     @property
     def num_lanes(self) -> int:
         """Over all workers."""
-        return sum(self._workers.lanes.values())
+        return sum(self._workers.lanes[index] for index in self._workers.indices or self._workers.lanes)
 
     @property
     def worker_pids(self) -> list[int]:
@@ -283,6 +290,14 @@ class MultiCollector(BaseCollector):
             ended = set(ids[batch.get((NEXT, DONE)).squeeze(-1)].tolist())
             self._assembler.tear(ids.unique().tolist(), set(ids.flatten().tolist()) - ended)
         return batch
+
+    def _end(self) -> None:
+        """All frames are collected: the workers are no longer needed."""
+        self._raise_again()
+        if not self.closed:
+            with contextlib.suppress(Exception):  # of a worker that fails when nobody needs it any more
+                self._last_state = self.state_dict()
+            self.shutdown()
 
     @abstractmethod
     def _fills(self) -> Iterator[None]:
@@ -404,7 +419,7 @@ class MultiCollector(BaseCollector):
             raise self._workers.failure
 
     def _must_not_run(self) -> None:
-        if self._workers.free is not None and not self.closed:
+        if self._workers.free is not None and not self.closed and not self._is_spent():
             raise RuntimeError("This collector runs in the background: sample from its replay buffer.")
 
     # -- weights -----------------------------------------------------------------------------------------------
@@ -515,7 +530,8 @@ class MultiCollector(BaseCollector):
 
     def _give_up(self, numbers: Sequence[int | None]) -> None:
         """Drop the open episodes with ids of these numbers."""
-        self._assembler.drop([name for name in self._assembler.open if name >> WORKER_BITS in numbers])
+        if any(number is not None for number in numbers):
+            self._assembler.drop([name for name in self._assembler.open if name >> WORKER_BITS in numbers])
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed every lane of every worker, and begin new episodes: the next batch depends on `seed` alone."""
@@ -582,11 +598,12 @@ class MultiCollector(BaseCollector):
     @property
     def post_collect_hook(self) -> Hook | None:
         """Called in the workers with every batch of theirs."""
-        return self.config.post_collect_hook
+        return self._worker_hook
 
     def set_post_collect_hook(self, hook: Hook | None) -> None:
         """Replace the hook that workers call with every batch."""
         self._ask("set_post_collect_hook", hook)
+        self._worker_hook = hook
 
     def enable_profile(self, **options: Any) -> None:
         """Trace the first rollouts of the chosen workers; see `ProfileConfig` for the options."""
@@ -606,10 +623,13 @@ class MultiCollector(BaseCollector):
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, and the state of each worker; see `Collector.state_dict`. May be asked for at any moment."""
+        if self.closed and self._last_state is not None:
+            return self._last_state
         with self._at_rest():
             states = self._ask("state_dict")
         return {
             **{f"worker{index}": state for index, state in states.items()},
+            "workers": self.num_workers,
             "frames": self._frames,
             "iter": self._batches,
             "traj_pool": self._next_number,
@@ -633,19 +653,21 @@ class MultiCollector(BaseCollector):
         if self._workers.free is not None:
             raise RuntimeError("This collector runs in the background: load the state before start().")
         indices = self._workers.indices
-        missing = [key for key in ("frames", "iter", *(f"worker{i}" for i in indices)) if key not in state_dict]
-        if missing or f"worker{self.num_workers}" in state_dict:
-            saved = sum(key.startswith("worker") for key in state_dict)
+        missing = [key for key in ("workers", "frames", "iter") if key not in state_dict]
+        saved = {i: state_dict[f"worker{i}"] for i in range(self.num_workers) if f"worker{i}" in state_dict}
+        if missing or not saved or state_dict["workers"] != self.num_workers:
             raise KeyError(
-                f"This is no state of a collector with {self.num_workers} workers: it has {saved}"
-                f"{', and no ' + ', '.join(missing) if missing else ''}."
+                f"This is no state of a collector with {self.num_workers} workers: it has "
+                f"{state_dict.get('workers', 'none')}{', and no ' + ', '.join(missing) if missing else ''}."
             )
+        any_of_them = next(iter(saved.values()))  # for a worker that had been dropped when the state was saved
+        states = {index: saved.get(index, any_of_them) for index in indices}
         with self._at_rest():
-            calls = {index: ((state_dict[f"worker{index}"],), {"strict": strict}) for index in indices}
+            calls: dict[int, Any] = {index: ((state,), {"strict": strict}) for index, state in states.items()}
             self._workers.ask_each("load_state_dict", calls, clears=True)
             self._discard()
             self._renumber(state_dict.get("traj_pool", 0))
-            self._load_weights({index: state_dict[f"worker{index}"] for index in indices}, state_dict)
+            self._load_weights(states, state_dict)
         self._budget.spent = state_dict["frames"]
         self._batches = state_dict["iter"]
         self._workers.discarded_frames += state_dict.get("undelivered_frames", 0)
@@ -673,7 +695,7 @@ class MultiCollector(BaseCollector):
         first = weights[min(weights)]
         self._publisher.reset(POLICY_ID, first, version, self._workers.indices)
         for index, own in weights.items():
-            if any(not torch.equal(own[name], first[name]) for name in self._layout.policy.tensors):
+            if any(not torch.equal(own[name], first[name]) for name in first):
                 self._publisher.publish_to(index, POLICY_ID, own)
 
     def stats(self, workers: str = "aggregate") -> dict[str, Any]:
@@ -697,7 +719,7 @@ class MultiCollector(BaseCollector):
         total = {name: int(sum(row[name] for row in rows) + workers.past.get(name, 0)) for name in GATHERED}
         told: dict[str, Any] = {
             **total,
-            **{name: sum(row[name] for row in rows) for name in TIMES},
+            **{name: sum(row[name] for row in rows) + workers.past[name] for name in TIMES},
             "frames": self._frames,
             "batches": self._batches,
             "total_frames": self.config.total_frames,
@@ -758,8 +780,8 @@ class MultiCollector(BaseCollector):
             self._raise_again()
 
     def __del__(self) -> None:
-        """End the workers of a collector that everybody has forgotten."""
-        if not getattr(self, "closed", True):
+        """End the workers of a collector that everybody has forgotten; at the interpreter's end, others see to it."""
+        if not getattr(self, "closed", True) and not sys.is_finalizing():
             with contextlib.suppress(Exception):
                 self.shutdown(raise_on_error=False)
 

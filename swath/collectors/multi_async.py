@@ -16,6 +16,7 @@ from swath.collectors.joining import alone
 from swath.collectors.multi import MultiCollector
 from swath.collectors.shared_arena import SharedArena
 from swath.collectors.workers import LOOK_S, Work
+from swath.errors import EndlessError
 
 
 class MultiAsyncCollector(MultiCollector):
@@ -36,6 +37,12 @@ class MultiAsyncCollector(MultiCollector):
         """Frames in a batch of one worker; of the largest, where they differ."""
         return max(self.frames_per_batch_worker(index) for index in range(self.num_workers))
 
+    def __len__(self) -> int:
+        """Number of batches, where all workers contribute the same number of frames."""
+        if len(set(self._steps.values())) > 1:
+            raise EndlessError("Workers contribute batches of different sizes: how many there will be is not known.")
+        return super().__len__()
+
     def _begin(self) -> None:
         self._arenas: dict[int, SharedArena] = {}
         self._lag = self._worst_lag = 0
@@ -44,22 +51,20 @@ class MultiAsyncCollector(MultiCollector):
     def _raw_batches(self) -> Iterator[TensorDictBase]:
         while not self._budget.is_spent and not self.closed:
             work = self._next_done(writes=False)
+            self._endings = [work.ends]
             yield self._stored(alone(work, self._layout.delivered, self._layout.batch_size), work.index)
-            self._give_up([work.ends])
             del work
             self._after_batch()
-        self._raise_again()
-        self.shutdown()
+        self._end()
 
     def _fills(self) -> Iterator[None]:
         while not self._budget.is_spent and not self.closed:
             self._next_done(writes=True)
             yield None
             self._after_batch()
-        self._raise_again()
         if not self.closed:
             self._ask("finish_episodes")
-            self.shutdown()
+        self._end()
 
     def _after_batch(self) -> None:
         if self.config.update_at_each_batch and not self.closed:
@@ -68,6 +73,8 @@ class MultiAsyncCollector(MultiCollector):
     def _next_done(self, writes: bool) -> Work:
         """The work that was finished first; others are begun, as many as there is room for."""
         self._must_be_open()
+        self._give_up(self._endings)
+        self._endings = []
         self._begin_more(writes, ahead=1)
         while (work := self._due()) is None:
             self._workers.attend(LOOK_S)

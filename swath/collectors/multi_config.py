@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
@@ -9,12 +10,13 @@ from typing import Any
 
 from swath.collectors.config import CollectorConfig, PolicyVersion
 from swath.errors import suggestion
-from swath.rollout.devices import Devices, as_device
+from swath.keys import POLICY_VERSION
+from swath.rollout.devices import Devices
 from swath.runtime.process import METHODS
 
 ON_FAILURE = ("raise", "restart", "drop")
 PER_WORKER = ("device", "storing_device", "policy_device", "env_device")
-WITHOUT_EFFECT = ("collector_class", "use_buffers", "weight_updater", "weight_sync_schemes", "weight_recv_schemes")
+WITHOUT_EFFECT = ("collector_class", "weight_updater", "weight_sync_schemes", "weight_recv_schemes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,8 @@ class MultiConfig(CollectorConfig):
         on_worker_failure: "raise" the error, "restart" the worker, or "drop" it and go on with the others.
         max_restarts: how often each worker is restarted; then the error is raised.
         stall_warning_s: after how many seconds without a step a worker is named in a warning.
+        stall_timeout_s: after how many seconds without a step a worker is killed, which `on_worker_failure` then deals
+            with; by default it is waited for.
         start_timeout_s: how long a worker may take to make its env and policy.
         debug: run the workers' code in this process, one after the other, so that a debugger works.
         collector_class: no effect: workers run `Collector`.
@@ -67,6 +71,7 @@ class MultiConfig(CollectorConfig):
     on_worker_failure: str = "raise"
     max_restarts: int = 3
     stall_warning_s: float = 15.0
+    stall_timeout_s: float | None = None
     start_timeout_s: float = 300.0
     debug: bool = False
     collector_class: Any = None
@@ -116,6 +121,9 @@ class MultiConfig(CollectorConfig):
             raise TypeError("Give either weight_updater or weight_sync_schemes; neither has an effect here.")
         self._check_joining()
         self._check_lists()
+        for name in WITHOUT_EFFECT:
+            if getattr(self, name) is not None:
+                warnings.warn(f"{name}={getattr(self, name)!r} has no effect here.", stacklevel=6)
 
     def _check_joining(self) -> None:
         given = self.cat_results
@@ -155,8 +163,14 @@ class MultiConfig(CollectorConfig):
 
     @property
     def tracks_version(self) -> bool:
-        """Whether frames carry the version that made them: by default where a batch may be older than the weights."""
-        return not self.sync if self.track_policy_version is None else bool(self.track_policy_version)
+        """Whether frames carry the version that made them: by default where a batch may be older than the weights.
+
+        A replay buffer that holds frames without it takes no others.
+        """
+        if self.track_policy_version is not None:
+            return bool(self.track_policy_version)
+        held = None if self.replay_buffer is None else getattr(self.replay_buffer.storage, "layout", None)
+        return not self.sync and (held is None or POLICY_VERSION in held.leaves)
 
     def for_worker(self, worker: int) -> CollectorConfig:
         """What a single worker is told: it collects without end, as it is told, and what is not its own is left out."""
@@ -188,12 +202,6 @@ class MultiConfig(CollectorConfig):
     def devices(self) -> Devices:
         """Of worker 0."""
         return Devices.resolve(*(self._own(name, 0) for name in PER_WORKER))
-
-    def check_devices(self) -> None:
-        """Raise if one of them is no device."""
-        for worker in range(self.workers):
-            for name in PER_WORKER:
-                as_device(name, self._own(name, worker))
 
 
 def factories(create_env_fn: Any, num_workers: int | None, owner: str) -> list[Any]:

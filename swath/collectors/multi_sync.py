@@ -29,12 +29,14 @@ class MultiSyncCollector(MultiCollector):
     @property
     def requested_frames_per_batch(self) -> int:
         """Frames in a batch, over all workers: whole steps of all lanes."""
-        return sum(self.frames_per_batch_worker(index) for index in range(self.num_workers))
+        return sum(self.frames_per_batch_worker(index) for index in self._workers.indices or range(self.num_workers))
 
     def _begin(self) -> None:
         self._arenas: dict[Any, SharedArena] = {}
         super()._begin()
         time, how = len(self._layout.batch_size), self.config.cat_results
+        if isinstance(how, int) and not -time - 1 <= how <= time:
+            raise ValueError(f"cat_results={how} is no dimension of batches {[*self._layout.batch_size, 'T']}.")
         if len(set(self._steps.values())) > 1 and isinstance(how, int) and how not in (-1, time):
             raise ValueError(
                 f"cat_results={how} puts lanes of all workers beside each other, but frames_per_batch="
@@ -44,27 +46,24 @@ class MultiSyncCollector(MultiCollector):
     def _raw_batches(self) -> Iterator[TensorDictBase]:
         while not self._budget.is_spent and not self.closed:
             works = self._collect()
+            self._endings = [work.ends for work in works]
             yield self._stored(self._joined(works))
-            self._give_up([work.ends for work in works])
             del works
-        self._raise_again()
-        self.shutdown()
+        self._end()
 
     def _fills(self) -> Iterator[None]:
         while not self._budget.is_spent and not self.closed:
             self._before_batch()
             self._await([Work(index, steps) for index, steps in self._shares().items()])
             yield None
-        self._raise_again()
-        self._end_of_fills()
-
-    def _end_of_fills(self) -> None:
         if not self.closed:
             self._ask("finish_episodes")
-            self.shutdown()
+        self._end()
 
     def _before_batch(self) -> None:
         self._must_be_open()
+        self._give_up(self._endings)
+        self._endings = []
         if self.config.update_at_each_batch:
             self.update_policy_weights_()
 

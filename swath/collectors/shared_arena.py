@@ -16,16 +16,24 @@ from swath.rollout import Arena, Slot
 from swath.runtime import Block, MemoryBlock
 
 ALIGNED = 64
+FEW = 16
+"""Slots that may each keep a descriptor."""
 
 
 class SharedArena(Arena):
-    """Hands out slots in shared memory, of `[workers * lanes, T]` or of one worker alone."""
+    """Hands out slots in shared memory, of `[workers * lanes, T]` or of one worker alone.
+
+    A consumer may keep any number of batches, but a process may only have so many descriptors. So, where there are
+    many slots, the descriptor of one that is delivered is closed, and it is not used again.
+    """
 
     def __init__(self, leaves: Mapping[Key, Leaf], batch_size: Iterable[int], first_number: int = 0) -> None:
         """Fix the layout; `first_number` tells the slots of several arenas apart."""
         super().__init__(leaves, batch_size)
         self._next_number = first_number
         self._blocks: dict[int, tuple[Slot, Block]] = {}
+        self._numbers: dict[int, int] = {}
+        """Of slots, by their identity."""
         self._newest: Block | None = None
 
     def acquire(self, steps: int) -> Slot:
@@ -33,11 +41,13 @@ class SharedArena(Arena):
         slot = super().acquire(steps)
         if self._newest is not None:
             self._blocks[self._next_number] = (slot, self._newest)
+            self._numbers[id(slot)] = self._next_number
             self._next_number += 1
             self._newest = None
-        kept = {id(slot) for slot in (*self._lent, *self._free)}
-        if len(kept) < len(self._blocks):
+        if len(self) < len(self._blocks):
+            kept = {id(slot) for slot in (*self._lent, *self._free)}
             self._blocks = {number: pair for number, pair in self._blocks.items() if id(pair[0]) in kept}
+            self._numbers = {id(slot): number for number, (slot, _) in self._blocks.items()}
         return slot
 
     @property
@@ -47,12 +57,18 @@ class SharedArena(Arena):
 
     def number(self, slot: Slot) -> int:
         """The number of a slot."""
-        return next(number for number, (own, _) in self._blocks.items() if own is slot)
+        return self._numbers[id(slot)]
 
     def memory(self, number: int, first_row: int, *, is_known: bool) -> SlotMemory:
         """How to tell a worker of a slot; `is_known` if it was told before."""
         slot, block = self._blocks[number]
         return SlotMemory(number, slot.lanes, first_row, slot.steps, None if is_known else block)
+
+    def delivered(self, slot: Slot) -> None:
+        """All who write to the slot have done so."""
+        if len(self._blocks) > FEW:
+            self._blocks[self.number(slot)][1].release()
+            slot.retire()
 
     @torch.inference_mode(False)
     def _allocate(self, steps: int) -> dict[Key, Tensor]:
@@ -93,6 +109,7 @@ class WorkerSlots:
             whole = columns(self._leaves, memory.rows, memory.steps, memory.block)
             own = {key: tensor[memory.first_row : memory.first_row + lanes] for key, tensor in whole.items()}
             self._slots[memory.number] = Slot(own, self._batch_size)
+            memory.block.release()
         return self._slots[memory.number]
 
     def forget(self, numbers: Iterable[int]) -> None:

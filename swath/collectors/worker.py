@@ -7,10 +7,13 @@ being collected, not after all that wait, and it never costs a batch.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
+import cloudpickle
+import numpy as np
 import torch
 from torch import nn
 
@@ -34,6 +37,7 @@ from swath.collectors.shared_arena import WorkerSlots
 from swath.envs import EnvBase, as_env
 from swath.modules import RandomPolicy
 from swath.runtime import ChannelClosedError, Failure, Goodbye
+from swath.seeding import policy_seed
 from swath.weights import Layout, Subscriber, TakeFrom
 
 
@@ -66,7 +70,7 @@ class Session:
         self._free: RunFree | None = None
         self._is_resting = False
         self._weights = Subscriber()
-        self._attention = Attention(task.board, task.index, task.config.interruptor)
+        self._attention = Attention(task.board, task.index, channel.take_in, task.config.interruptor)
         try:
             self.collector = self._made(task)
         except BaseException as error:
@@ -99,6 +103,7 @@ class Session:
             self._weights.take_from(store)
         self._attention.write({})
         if task.seed is not None:
+            _seed_globals(task.seed[0], task.index)
             collector.set_seed(*task.seed)
         return collector
 
@@ -141,6 +146,14 @@ class Session:
 
     def _next(self) -> Any:
         """The next message: control first; None to run on freely."""
+        try:
+            return self._received()
+        except ChannelClosedError:
+            raise
+        except Exception as error:  # what the parent can import, a worker may not
+            self._fail(error, "reading a message")
+
+    def _received(self) -> Any:
         self._sort(self._channel.receive_all() if self._channel.has_news() else [])
         while True:
             if self._control:
@@ -234,8 +247,10 @@ class Session:
             self._forget_work()
         try:
             self._adopt()
+            if call.path == "set_seed" and not self._is_local:
+                _seed_globals(call.args[0], self._task.index)
             value = self.collector.cascade_execute(call.path, *call.args, **(call.kwargs or {}))
-            self._channel.send(Answer(call.number, value, ticket=self._attention.ticket), by_value=True)
+            self._channel.send(Answer(call.number, cloudpickle.dumps(value), ticket=self._attention.ticket))
         except Exception as error:
             self._channel.send(Answer(call.number, failure=Failure.of(error)))
 
@@ -257,3 +272,10 @@ class Session:
             raise error
         self._channel.send(Failed(Failure.of(error), doing))
         raise SystemExit(1) from error
+
+
+def _seed_globals(seed: int, worker: int) -> None:
+    """Envs may draw from the generators of Python and numpy, which are the worker's own."""
+    own = policy_seed(seed, worker)
+    random.seed(own)
+    np.random.seed(own % 2**32)

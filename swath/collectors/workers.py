@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import signal
 import threading
 import time
 import warnings
@@ -11,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import cloudpickle
 
 from swath.collectors.board import Board
 from swath.collectors.local import LocalCrew
@@ -38,6 +41,8 @@ from swath.weights import TakeFrom
 
 REST_S = 60.0
 """How long a step may take while somebody waits for workers to rest."""
+LASTING = ("episodes", "idle_frames", "dropped_frames", "time/env", "time/policy", "time/bookkeeping")
+"""Numbers of a worker that count on when another takes its place."""
 LOOK_S = 1.0
 """How often somebody who waits looks for workers that have stalled."""
 
@@ -111,7 +116,7 @@ class Workers:
         self.restarts = 0
         self.lost_frames = 0
         """Frames of workers that have failed, which nobody has got."""
-        self.past = dict.fromkeys(("episodes", "idle_frames", "dropped_frames"), 0.0)
+        self.past = dict.fromkeys(LASTING, 0.0)
         """What workers that have failed had counted."""
         self.discarded_frames = 0
         """Frames that were collected, and given up on purpose: because of a new seed, or another state."""
@@ -199,7 +204,7 @@ class Workers:
             return
         number, known = work.arena.number(work.slot), self._known[work.index]
         memory = work.arena.memory(number, work.first_row, is_known=number in known)
-        forget = tuple(known - work.arena.numbers)
+        forget = tuple(known - work.arena.numbers) if len(known) > len(work.arena) else ()
         known -= set(forget)
         known.add(number)
         self._crew.send(work.index, Collect(work.ticket, memory, work.random, forget))
@@ -253,29 +258,42 @@ class Workers:
     def _put(self, index: int, question: Call | Rest) -> None:
         self._asked[question.number] = (index, question)
         self._pulse.pop(index, None)
-        self._crew.send(index, question, by_value=True)
+        try:
+            self._crew.send(index, question, by_value=True)
+        except BaseException:
+            del self._asked[question.number]  # nobody will answer
+            raise
 
     def _answered(self, asked: dict[int, int], path: str, timeout_s: float = math.inf) -> dict[int, Any]:
         answers: dict[int, Any] = {}
         failure: BaseException | None = None
-        deadline = time.monotonic() + timeout_s
-        while late := [index for number, index in asked.items() if number in self._asked]:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"Workers {late} of {self.name} have not come to rest within {timeout_s:.0f} s: a step of their "
-                    "env or policy, a hook, or a write takes that long, or they are stopped."
-                )
-            self.attend(min(LOOK_S, timeout_s))
+        found = self._awaited(asked, time.monotonic() + timeout_s)
         for number, index in asked.items():
-            answer = self._answers.pop(number, None)
+            answer = found.get(number)
             if answer is None:
                 continue  # of a worker that was dropped
             if answer.failure is not None and failure is None:
                 failure = answer.failure.error(f"Raised in worker {index} by {path!r}.")
-            answers[index] = answer.value
+            elif answer.packed is not None:
+                answers[index] = cloudpickle.loads(answer.packed)
         if failure is not None:
             raise failure
         return answers
+
+    def _awaited(self, asked: dict[int, int], deadline: float) -> dict[int, Answer | None]:
+        try:
+            while late := [index for number, index in asked.items() if number in self._asked]:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"Workers {late} of {self.name} have not come to rest in time: a step of their env or policy, "
+                        "a hook, or a write takes too long, or they are stopped."
+                    )
+                self.attend(LOOK_S)
+            return {number: self._answers.get(number) for number in asked}
+        finally:  # also if it was interrupted: nobody will ask for these answers again
+            for number in asked:
+                self._asked.pop(number, None)
+                self._answers.pop(number, None)
 
     # -- running free ------------------------------------------------------------------------------------------
 
@@ -392,6 +410,9 @@ class Workers:
                     StallWarning,
                     stacklevel=4,
                 )
+            limit = self.config.stall_timeout_s
+            if is_busy and limit is not None and now - self._pulse.get(index, (beats, now))[1] > limit:
+                process.signal(signal.SIGKILL)  # its end will be seen to as any other
 
     # -- failures ----------------------------------------------------------------------------------------------
 
@@ -425,6 +446,7 @@ class Workers:
     def _restart(self, index: int, error: BaseException) -> None:
         self._restarted[index] = self._restarted.get(index, 0) + 1
         self.restarts += 1
+        self.spent.discard(index)
         self._hire(index, replaces=True)
         for owner, question in list(self._asked.values()):
             if owner == index:
@@ -444,6 +466,10 @@ class Workers:
             self.failure = error
             raise error
         self._crew.dismiss(index)
+        if self.free is not None:  # there is more to collect for those who had nothing left
+            self.spent.clear()
+            for other in self.indices:
+                self._crew.send(other, self.free)
         self._asked = {number: asked for number, asked in self._asked.items() if asked[0] != index}
         for work in self._outstanding[index]:
             work.is_lost = True

@@ -37,6 +37,7 @@ class Slot:
         self.batch_size = batch_size
         self.lanes, self.steps = next(iter(tensors.values())).shape[:2]
         self._lent: list[weakref.ref[np.ndarray]] = []
+        self.is_retired = False
         self._take(tensors)
 
     def _take(self, tensors: Mapping[Key, Tensor]) -> None:
@@ -58,6 +59,10 @@ class Slot:
             return False
         self._lent.clear()
         return True
+
+    def retire(self) -> None:
+        """Never use the slot again: it is dropped when it comes back."""
+        self.is_retired = True
 
     def claim(self) -> object:
         """Something that keeps the slot from being used for anything else for as long as it is held."""
@@ -116,7 +121,10 @@ class Arena:
         """A free slot of `steps` steps."""
         for _ in range(min(LOOKS, len(self._lent))):
             slot = self._lent.popleft()
-            (self._free if slot.is_free else self._lent).append(slot)
+            if not slot.is_free:
+                self._lent.append(slot)
+            elif not slot.is_retired:
+                self._free.append(slot)
         found = next((slot for slot in self._free if slot.steps == steps), None)
         if found is None:
             found = Slot(self._allocate(steps), self._batch_size)

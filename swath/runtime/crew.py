@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
@@ -78,10 +79,11 @@ class Crew:
 
     def send(self, index: int, message: Any, *, by_value: bool = False) -> None:
         """Send to a worker. One that has ended gets nothing: whoever waits for its answer is told."""
-        try:
-            self.processes[index].channel.send(message, by_value=by_value)
-        except ChannelClosedError:
+        process = self.processes.get(index)
+        if process is None:
             return
+        with contextlib.suppress(ChannelClosedError):
+            process.channel.send(message, by_value=by_value)
 
     def wait(self, timeout_s: float) -> list[tuple[int, Any]]:
         """What has come from workers, in order: messages, and `Died` after the last one of a worker that has ended."""

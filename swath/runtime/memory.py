@@ -9,6 +9,7 @@ workers, or through the sockets of `multiprocessing` to processes that it has st
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 import os
@@ -30,7 +31,7 @@ class Block:
     def __init__(self, fd: int) -> None:
         """Own `fd`."""
         self.fd = fd
-        self._map: mmap.mmap | None = None
+        self._map: _Mapping | None = None
 
     @property
     def size(self) -> int:
@@ -43,13 +44,22 @@ class Block:
 
     def array(self, shape: tuple[int, ...], dtype: Any, offset: int = 0) -> np.ndarray:
         """An array over the block's memory; it stays valid for as long as it is held."""
-        if self._map is None or len(self._map) < self.size:
-            self._map = mmap.mmap(self.fd, self.size)
-        dtype = np.dtype(dtype)
-        if math.prod(shape) == 0:
+        if self.fd >= 0 and (self._map is None or self._map.size < self.size):
+            self._map = _Mapping(self.fd, self.size)
+        dtype, count = np.dtype(dtype), math.prod(shape)
+        if count == 0 or self._map is None:
             return np.empty(shape, dtype)
-        flat = np.frombuffer(self._map, dtype, math.prod(shape), offset)
-        return flat.reshape(shape)
+        memory = np.asarray(self._map)  # which holds the mapping
+        if offset < 0 or offset + count * dtype.itemsize > len(memory):
+            raise ValueError(f"{count} of {dtype} from byte {offset} on do not lie within {len(memory)} bytes.")
+        found: np.ndarray = memory[offset : offset + count * dtype.itemsize].view(dtype).reshape(shape)
+        return found
+
+    def release(self) -> None:
+        """Close the descriptor: the block can no longer be sent, or grow. Arrays over its memory stay valid."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel as a descriptor."""
@@ -62,7 +72,39 @@ class Block:
     def __del__(self) -> None:
         """Close the descriptor; the memory lives on where it is mapped."""
         with contextlib.suppress(Exception):
-            os.close(self.fd)
+            self.release()
+
+
+class _Mapping:
+    """Memory of a file in this process, until the last array over it is gone.
+
+    Python's own `mmap` keeps a copy of the descriptor for as long: one for each batch that somebody keeps.
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.size = size
+        self._address = None
+        if size:
+            access = mmap.PROT_READ | mmap.PROT_WRITE
+            self._address = _libc.mmap(None, size, access, mmap.MAP_SHARED, fd, 0)
+            if self._address == _FAILED:
+                self._address, number = None, ctypes.get_errno()
+                raise OSError(number, f"Could not map {size} bytes of shared memory: {os.strerror(number)}")
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self._address or 0, False), "version": 3}
+
+    def __del__(self) -> None:
+        if self._address is not None:
+            _libc.munmap(self._address, self.size)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value
 
 
 class MemoryBlock(Block):

@@ -173,6 +173,8 @@ class _Server:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._control, self._owner = ours, os.getpid()
         self._is_ready = False
+        self._asking = threading.Lock()
+        """One thread at a time: whoever waits for the answer of another would wait for ever."""
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from swath.runtime.server import main; "
             f"main({theirs.fileno()}, {list(preloaded)!r})"
@@ -191,10 +193,11 @@ class _Server:
         return self._owner == os.getpid() and self._popen.poll() is None and self._control.fileno() >= 0
 
     def request(self, kind: bytes, fds: list[int]) -> None:
-        self._await_ready()
         streams = [_stream(1), _stream(2)]
         try:
-            socket.send_fds(self._control, [kind], [*fds, *streams])
+            with self._asking:
+                self._await_ready()
+                socket.send_fds(self._control, [kind], [*fds, *streams])
         finally:
             for fd in streams:
                 os.close(fd)

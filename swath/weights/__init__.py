@@ -9,6 +9,7 @@ from swath.weights.sources import (
     flat_weights,
     for_worker,
     layers_of,
+    load_weights,
     requested_weights,
     warn_of_old_name,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "flat_weights",
     "for_worker",
     "layers_of",
+    "load_weights",
     "requested_weights",
     "warn_of_old_name",
 ]

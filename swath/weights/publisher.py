@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from swath.weights.sources import Layout
+from swath.weights.sources import Layout, load_weights
 from swath.weights.store import DoesNotFitError, WeightStore
 
 
@@ -130,5 +130,5 @@ class Subscriber:
             stores = [(is_own, store) for (name, is_own), store in self._stores.items() if name == model_id]
             _, newest = max(stores, key=lambda pair: (pair[1].version, pair[0]))
             if newest.version > self._held.get(model_id, -1):
-                self._held[model_id] = newest.adopt(partial(find(model_id).load_state_dict, strict=False))
+                self._held[model_id] = newest.adopt(partial(load_weights, find(model_id)))
                 self.version = max(self._held.values())

@@ -71,10 +71,28 @@ def layers_of(module: Any) -> Iterator[Any]:
         module = inner
 
 
+def all_weights(module: nn.Module) -> dict[str, Any]:
+    """What a module acts with, by name: its state, and the buffers that it does not save."""
+    state = dict(module.state_dict())
+    return {**state, **{name: buffer for name, buffer in module.named_buffers() if name not in state}}
+
+
+def load_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Copy `weights`, as `all_weights` names them, into the module; those that are not given stay as they are."""
+    module.load_state_dict(weights, strict=False)
+    unsaved = {name: buffer for name, buffer in module.named_buffers() if name in weights}
+    if unsaved:
+        saved = module.state_dict()
+        with torch.no_grad():
+            for name, buffer in unsaved.items():
+                if name not in saved:
+                    buffer.copy_(weights[name])
+
+
 def flat_weights(source: Any) -> dict[str, Any]:
     """Weights by name: of a module, a TensorDict, a state dict or a nested dict."""
     if isinstance(source, nn.Module):
-        return dict(getattr(source, "_orig_mod", source).state_dict())
+        return all_weights(getattr(source, "_orig_mod", source))
     if isinstance(source, TensorDictBase):
         pairs = source.items(True, True)
         return {key if isinstance(key, str) else ".".join(key): value.detach() for key, value in pairs}
@@ -96,12 +114,12 @@ def fitted(model: nn.Module, source: Any) -> tuple[nn.Module, dict[str, Any]]:
     """The module that takes the weights of `source`, and these by name. Raises if anything does not fit.
 
     Names may be those of `model` or of what it wraps, so that a policy given as a plain module keeps its own names.
-    Nothing is changed yet: `load_state_dict(weights, strict=False)` will do it.
+    Nothing is changed yet: `load_weights` will do it.
     """
     weights = flat_weights(source)
-    known = model.state_dict()
+    known = all_weights(model)
     for layer in layers_of(model):
-        targets = layer.state_dict()
+        targets = all_weights(layer)
         if all(name in targets for name in weights):
             break
     else:
@@ -129,11 +147,11 @@ class Layout:
     @staticmethod
     def of(model: nn.Module) -> Layout:
         """The layout of `model`."""
-        state = model.state_dict()
+        state = all_weights(model)
         tensors = {name: (tuple(w.shape), w.dtype) for name, w in state.items() if isinstance(w, Tensor)}
         prefixes = []
         for layer in layers_of(model):
-            known = layer.state_dict()
+            known = all_weights(layer)
             first = next(iter(known), None)
             outer = next((name for name in state if first is not None and name.endswith(first)), "")
             prefixes.append(outer[: len(outer) - len(first or "")])

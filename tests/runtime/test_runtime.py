@@ -386,7 +386,7 @@ def test_an_array_of_nothing(block: Block) -> None:
 
 
 def test_an_array_beyond_the_end_is_refused(block: Block) -> None:
-    with pytest.raises(ValueError, match="buffer"):
+    with pytest.raises(ValueError, match="do not lie within"):
         block.array((65,), np.uint8)
 
 
