@@ -169,7 +169,7 @@ class MultiConfig(CollectorConfig):
         """
         if self.track_policy_version is not None:
             return bool(self.track_policy_version)
-        held = None if self.replay_buffer is None else getattr(self.replay_buffer.storage, "layout", None)
+        held = getattr(getattr(self.replay_buffer, "storage", None), "layout", None)
         return not self.sync and (held is None or POLICY_VERSION in held.leaves)
 
     def for_worker(self, worker: int) -> CollectorConfig:

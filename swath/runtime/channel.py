@@ -140,7 +140,9 @@ class Channel:
 
     def take_in(self) -> None:
         """Read what has come, so that the other side need not wait; it is there for whoever receives."""
-        self._pump()
+        if self._incoming.poll(0):
+            while self._pump() and self._incoming.poll(5):  # for as long as more comes
+                pass
 
     def has_news(self) -> bool:
         """Whether something has come, which may be the end."""

@@ -133,6 +133,7 @@ WRONG: dict[str, list[Any]] = {
     "on_worker_failure": [None, 5, True],
     "max_restarts": [None, 2.5, True],
     "stall_warning_s": [None, "15", True],
+    "stall_timeout_s": ["15", True],
     "start_timeout_s": [None, "15", True],
     "debug": [None, 1],
     "collector_class": [],
