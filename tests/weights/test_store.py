@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swath.weights import Layout, WeightStore
+from swath.weights import Layout, WeightStore, flat_weights
 from swath.weights.store import COPIES, DoesNotFitError
 
 FORK = multiprocessing.get_context("fork")
