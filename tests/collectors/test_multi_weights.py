@@ -196,7 +196,7 @@ def test_a_part_of_another_models_weights(make: Any) -> None:
         (lambda c: c.update_policy_weights_(net(), model_id="x"), KeyError, "'x'"),
         (lambda c: c.update_policy_weights_(model_id="env.models[0]"), ValueError, "env.models"),
         (lambda c: c.update_policy_weights_(weights_dict={"env.batch_size": net()}), RuntimeError, "no weights"),
-        (lambda c: c.update_policy_weights_({"module.bais": ONES}), KeyError, "Did you mean 'module.bias'"),
+        (lambda c: c.update_policy_weights_({"module.bia": ONES}), KeyError, "Did you mean 'module.bias'"),
         (
             lambda c: c.update_policy_weights_({"module.bias": torch.ones(3)}),
             ValueError,

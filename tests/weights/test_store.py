@@ -259,7 +259,7 @@ def test_names_of_what_a_model_wraps() -> None:
 @pytest.mark.parametrize(
     ("weights", "error", "words"),
     [
-        ({"module.0.bais": torch.zeros(4)}, KeyError, ["module.0.bais", "Did you mean 'module.0.bias'?"]),
+        ({"module.0.bia": torch.zeros(4)}, KeyError, ["module.0.bia", "Did you mean 'module.0.bias'?"]),
         ({"module.0.bias": torch.zeros(5)}, ValueError, ["'module.0.bias'", "(4,)", "(5,)"]),
         ({"0.bias": torch.zeros(5)}, ValueError, ["0.bias", "(4,)", "(5,)"]),
         ({"module.0.bias": [0.0] * 4}, TypeError, ["'module.0.bias'", "tensor", "list"]),
