@@ -112,14 +112,6 @@ def test_a_batch_is_no_older_than_promised(make: Any, staleness: int) -> None:
     assert set(workers) == {0, 1, 2}, "a worker was never asked"
 
 
-def test_without_a_promise_the_room_of_the_workers_is_the_limit(make: Any) -> None:
-    collector = make(MultiAsyncCollector, [CountingEnv] * 2, net(), frames_per_batch=4, slots_per_worker=2)
-    for _ in range(30):
-        collector.next()
-        collector.update_policy_weights_()
-    assert collector.stats()["max_policy_lag"] <= 4
-
-
 def test_slow_workers_are_not_crowded_out(make: Any) -> None:
     """Each has its turn at its own pace; a fast one has more."""
     collector = make(MultiAsyncCollector, [Paced] * 4, frames_per_batch=5)

@@ -257,7 +257,8 @@ def test_a_restarted_worker_has_ids_of_its_own(make: Any, kind: Any) -> None:
         assert len({name[:2] for name in frames}) == 1
     assert sum(len(frames) for frames in names.values()) == 240
     assert collector.stats()["worker_restarts"] == 1
-    assert {number >> WORKER_BITS for number in names} == {0, 1, 2}
+    numbers = {number >> WORKER_BITS for number in names}
+    assert {0, 2} <= numbers <= {0, 1, 2}  # whether the one that was killed had delivered before is a matter of speed
 
 
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])

@@ -124,12 +124,18 @@ def test_every_form_in_processes(make: Any, kind: Any) -> None:
 
 
 def until_acts(collector: Any, value: float) -> None:
-    """What is under way may be older; after that, all workers act with `value`."""
-    ahead = 0 if isinstance(collector, MultiSyncCollector) else 2 * collector.num_workers
-    for _ in range(ahead):
-        collector.next()
-    for _ in range(3):
-        assert (collector.next()["action"] == value).all()
+    """What is under way may be older; all that is made with the newest weights is made with `value`."""
+    seen = 0
+    for _ in range(500):
+        batch = collector.next()
+        version = batch.get("policy_version", None)
+        if version is not None and int(version.min()) < collector.policy_version:
+            continue
+        assert (batch["action"] == value).all()
+        seen += 1
+        if seen == 3:
+            return
+    raise AssertionError("the newest weights have not been acted with")
 
 
 @pytest.mark.parametrize("debug", [True, False], ids=["here", "processes"])

@@ -2,16 +2,14 @@
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fault_tools import build, descendants, is_gone, memory_names, open_descriptors, until
+from fault_tools import Make, build, descendants, is_gone, memory_names, open_descriptors, until
 
 from swath.collectors import MultiCollector
 from swath.runtime import process
-
-Make = Callable[..., MultiCollector]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -31,6 +31,7 @@ LONG = bool(os.environ.get("SWATH_LONG"))
 WAIT_S = 30.0
 """How long a test waits for what must come, on a loaded machine. What is promised is asserted with `within`."""
 Deed = Callable[[], Any]
+Make = Callable[..., MultiCollector]
 
 
 # -- time ----------------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Make
 from fault_tools import (
     KINDS,
+    Make,
     advance,
     advance_until_it_raises,
     buffer_of,

@@ -11,10 +11,10 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import Make
 from fault_tools import (
     KINDS,
     LONG,
+    Make,
     advance,
     advance_quietly,
     advance_until_it_raises,

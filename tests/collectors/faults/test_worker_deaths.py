@@ -8,10 +8,10 @@ import warnings
 from typing import Any
 
 import pytest
-from conftest import Make
 from fault_tools import (
     DEATHS,
     KINDS,
+    Make,
     advance,
     advance_until_it_raises,
     buffer_of,
