@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from swath.collectors.config import CollectorConfig, Hook
 from swath.collectors.profile import ProfileConfig, ProfilingHook
 from swath.collectors.progress import Progress
+from swath.collectors.utils import split_trajectories
 from swath.errors import EndlessError
 from swath.rollout.trajectories import TrajectoryAssembler
 from swath.runtime.paths import follow
@@ -49,6 +50,7 @@ class BaseCollector(IterableDataset[Any], ABC):
         self._pre_hook = config.pre_collect_hook
         self._post_hook: Hook | None = config.post_collect_hook
         self._profile: ProfilingHook | None = None
+        self._same: TensorDictBase | None = None
 
     # -- iterating ---------------------------------------------------------------------------------------------
 
@@ -95,6 +97,22 @@ class BaseCollector(IterableDataset[Any], ABC):
     @abstractmethod
     def _raw_batches(self) -> Iterator[TensorDictBase]:
         """Fixed-frame batches before any post-processing."""
+
+    def _finished(self, batch: TensorDictBase) -> TensorDictBase:
+        if self.config.split_trajs:
+            batch = split_trajectories(batch)
+        batch = self._deliver(batch)
+        return self._same_td(batch) if self.config.return_same_td else batch
+
+    def _same_td(self, batch: TensorDictBase) -> TensorDictBase:
+        """`batch` in the one TensorDict that is delivered every time; a shorter one, as the last may be, as it is."""
+        if self._same is None:
+            self._same = batch.clone()
+        elif self._same.shape == batch.shape:
+            self._same.update_(batch)
+        else:
+            return batch
+        return self._same
 
     def _deliver(self, batch: TensorDictBase) -> TensorDictBase:
         """Post-process a batch and call the hook."""

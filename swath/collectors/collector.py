@@ -98,7 +98,6 @@ class Collector(BaseCollector):
         self._is_fresh = True
         """Whether all lanes are where a reset has left them."""
         self._delivered_at: float | None = None
-        self._same: TensorDictBase | None = None
 
     def _new_writer(self, buffer: Any) -> BufferWriter:
         writer = BufferWriter(buffer, self.env.batch_size)
@@ -175,22 +174,6 @@ class Collector(BaseCollector):
 
     def _delivered(self) -> Iterator[TensorDictBase | None]:
         return self.iterator() if self._writer is not None else super()._delivered()
-
-    def _finished(self, batch: TensorDictBase) -> TensorDictBase:
-        if self.config.split_trajs:
-            batch = split_trajectories(batch)
-        batch = self._deliver(batch)
-        return self._same_td(batch) if self.config.return_same_td else batch
-
-    def _same_td(self, batch: TensorDictBase) -> TensorDictBase:
-        """`batch` in the one TensorDict that is delivered every time; a shorter one, as the last may be, as it is."""
-        if self._same is None:
-            self._same = batch.clone()
-        elif self._same.shape == batch.shape:
-            self._same.update_(batch)
-        else:
-            return batch
-        return self._same
 
     def _raw_batches(self) -> Iterator[TensorDictBase]:
         while not self._budget.is_spent and not self.closed:

@@ -25,7 +25,6 @@ from swath.collectors.board import SharedBudget
 from swath.collectors.messages import Ready, RunFree, Task
 from swath.collectors.multi_config import MultiConfig, factories
 from swath.collectors.remote import RemoteControl
-from swath.collectors.utils import split_trajectories
 from swath.collectors.workers import LOOK_S, Workers
 from swath.data import ReplayBuffer
 from swath.envs import EnvBase
@@ -110,7 +109,6 @@ class MultiCollector(RemoteControl):
         )
         self._publisher = Publisher(self._workers.tell)
         self._batches = 0
-        self._same: TensorDictBase | None = None
         self._threads: int | None = None
         self._shared_budget: SharedBudget | None = None
         self._looked_at = 0.0
@@ -254,18 +252,6 @@ class MultiCollector(RemoteControl):
     def _delivered(self) -> Iterator[TensorDictBase | None]:
         self._must_not_run()
         return self.iterator() if self.config.replay_buffer is not None else super()._delivered()
-
-    def _finished(self, batch: TensorDictBase) -> TensorDictBase:
-        if self.config.split_trajs:
-            batch = split_trajectories(batch)
-        batch = self._deliver(batch)
-        if not self.config.return_same_td:
-            return batch
-        if self._same is None or self._same.shape != batch.shape:
-            self._same = batch.clone()
-        else:
-            self._same.update_(batch)
-        return self._same
 
     def _taken(self, batch: TensorDictBase) -> TensorDictBase:
         """A batch that goes to the user by frames: episodes that are put together must do without those in it."""

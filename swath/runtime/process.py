@@ -243,12 +243,6 @@ def _server(method: str) -> _Server:
         return found
 
 
-def warm_up(method: str = "forkserver") -> None:
-    """Start the server that workers are forked from, without waiting until it is ready."""
-    if method != "fork":
-        _server(method)
-
-
 def end_all(processes: Iterable[Process], goodbye: Any, timeout_s: float) -> None:
     """End `processes` within `timeout_s`, whatever they do: see NOTE [Shutdown]."""
     alive = [process for process in processes if process.is_alive]
