@@ -14,8 +14,8 @@ from swath.envs.rows import Leaf
 from swath.keys import Key
 from swath.rollout import Arena, Slot
 from swath.runtime import Block, MemoryBlock
+from swath.runtime.memory import line_aligned
 
-ALIGNED = 64
 FEW = 16
 """Slots that may each keep a descriptor."""
 
@@ -85,13 +85,13 @@ def columns(leaves: Mapping[Key, Leaf], rows: int, steps: int, block: Block) -> 
         size = math.prod(shape) * leaf.dtype.itemsize
         raw = torch.from_numpy(block.array((size,), np.uint8, offset))
         tensors[key] = raw.view(leaf.dtype).view(shape) if size else torch.empty(shape, dtype=leaf.dtype)
-        offset += -(-size // ALIGNED) * ALIGNED
+        offset += line_aligned(size)
     return tensors
 
 
 def _size(leaves: Mapping[Key, Leaf], rows: int, steps: int) -> int:
     sizes = (rows * steps * math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
-    return max(sum(-(-size // ALIGNED) * ALIGNED for size in sizes), 1)
+    return max(sum(map(line_aligned, sizes)), 1)
 
 
 class WorkerSlots:

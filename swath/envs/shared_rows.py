@@ -12,9 +12,7 @@ import torch
 from swath.envs.rows import Leaf, Rows
 from swath.keys import Key
 from swath.runtime import Block, MemoryBlock
-
-ALIGNMENT = 64
-"""Where columns begin: no two lie in one line of the cache."""
+from swath.runtime.memory import line_aligned
 
 
 @dataclass(frozen=True)
@@ -46,4 +44,4 @@ class SharedRows:
 
     def _room(self, leaf: Leaf) -> int:
         """The bytes of a column, up to where the next begins."""
-        return -(-self._size(leaf) // ALIGNMENT) * ALIGNMENT
+        return line_aligned(self._size(leaf))

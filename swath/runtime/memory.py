@@ -23,6 +23,7 @@ import numpy as np
 from swath.runtime import descriptors
 
 PAGE = mmap.PAGESIZE
+LINE = 64
 
 
 class Block:
@@ -142,6 +143,11 @@ def _rebuilt(handle: Any) -> Block:
 
 def _arrived(place: int) -> Block:
     return Block(descriptors.claimed(place))
+
+
+def line_aligned(offset: int) -> int:
+    """`offset` rounded up to the next line of the cache."""
+    return -(-offset // LINE) * LINE
 
 
 def page_aligned(offset: int) -> int:

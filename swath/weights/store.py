@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from swath.runtime import MemoryBlock
-from swath.runtime.memory import page_aligned
+from swath.runtime.memory import line_aligned, page_aligned
 from swath.weights.sources import Layout
 
 COPIES = 3
@@ -30,7 +30,6 @@ UNFINISHED = -1
 NEWEST, STAMPS, EXTRAS = 0, 1, 1 + COPIES
 """Where numbers lie in the head: the newest copy, the copies' stamps, and the sizes of their extra states."""
 HEAD = page_aligned((EXTRAS + COPIES) * 8)
-ALIGNED = 64
 EXTRA_ROOM = 4096
 
 
@@ -53,7 +52,7 @@ class WeightStore:
         self._offsets, end = {}, 0
         for name, (shape, dtype) in layout.tensors.items():
             self._offsets[name] = end
-            end += -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
+            end += line_aligned(math.prod(shape) * dtype.itemsize)
         self._extras_at = end
         self._size = page_aligned(end + extra_room)
         self._masks_at = HEAD + COPIES * self._size
