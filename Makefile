@@ -7,7 +7,8 @@ PY := $(BIN)/python
 # Extra words for pip, e.g. `make test PIP_ARGS=--no-cache-dir`.
 PIP_ARGS ?=
 DEMO_ARGS ?=
-PYTEST_ARGS ?= -q -n 2 --dist loadfile
+# A worker of pytest-xdist that is lost ends the run: replacing it can leave the run waiting for ever.
+PYTEST_ARGS ?= -q -n 2 --dist loadfile --max-worker-restart 0
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help

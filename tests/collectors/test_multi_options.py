@@ -426,6 +426,9 @@ def test_weights_and_episodes_in_inference_mode(make: Any, kind: Any) -> None:
         batch = next(iter(collector))
     collector.update_policy_weights_(net(2.0))
     assert not batch["observation"].is_inference()
-    for _ in range(8):
+    for _ in range(500):  # one worker may be much slower than the other, and still have an old batch to deliver
         batch = collector.next()
-    assert (batch["action"][batch["collector", "mask"]] == 2).all()
+        if (batch["action"][batch["collector", "mask"]] == 2).all():
+            break
+    else:
+        pytest.fail("The new weights have not arrived.")
