@@ -82,7 +82,7 @@ class EnvBase:
         self._seed: int | None = None
         self._generator: torch.Generator | None = None
         self._action_rows: Rows | None = None
-        self._out_rows: Rows | None = None
+        self._out_rows: dict[bool, Rows] = {}
 
     # -- what there is -----------------------------------------------------------------------------------------
 
@@ -133,8 +133,11 @@ class EnvBase:
 
     # -- the array path ----------------------------------------------------------------------------------------
 
-    def new_out_rows(self) -> Rows:
-        """Rows for `reset_into` and `step_into` to write into, where the env does so with the least effort."""
+    def new_out_rows(self, *, restarts: bool = False) -> Rows:
+        """Rows for `reset_into` and `step_into` to write into, where the env does so with the least effort.
+
+        `restarts` is a promise: with these rows, every lane that finishes is reset before it is stepped again.
+        """
         return Rows(self.out_leaves, self.batch_size, self.rows_device)
 
     def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
@@ -238,9 +241,24 @@ class EnvBase:
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Step with the actions in `tensordict`; what happened is written to `tensordict["next"]`."""
+        self._step_on(tensordict, self._out())
+        return tensordict
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDict]:
+        """Step, and give also what the next step begins from: finished lanes are reset there."""
+        out = self._out(restarts=True)
+        answer = self._step_on(tensordict, out)
+        seen = {key: answer[key] for key in self.observation_keys}
+        ended = answer[DONE].view(-1).nonzero().view(-1).tolist()
+        if ended:
+            self.reset_into(ended, out)
+            seen = {key: out.tensors[key].clone() for key in seen}
+        return tensordict, self._td(seen | self._no_flags())
+
+    def _step_on(self, tensordict: TensorDictBase, out: Rows) -> dict[Key, Tensor]:
+        """Step with the actions in `tensordict`; what is written to its "next"."""
         self.must_be_open()
         self.stepped_by = SURFACE
-        out = self._out()
         action = self._take_actions(tensordict)
         for key in self.observation_keys:
             if (seen := tensordict.get(key, None)) is not None:
@@ -249,12 +267,7 @@ class EnvBase:
         answer = {key: out.tensors[key].clone() for key in self.out_leaves}
         answer[DONE] = answer[TERMINATED] | answer[TRUNCATED]
         tensordict.set(NEXT, self._td(answer))
-        return tensordict
-
-    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDict]:
-        """Step, and give also what the next step begins from: finished lanes are reset there."""
-        stepped = self.step(tensordict)
-        return stepped, self._root_after(stepped)
+        return answer
 
     def _root_after(self, stepped: TensorDictBase) -> TensorDict:
         after = stepped.get(NEXT)
@@ -384,10 +397,10 @@ class EnvBase:
         if self.is_closed:
             raise ClosedError(f"{self!r} is closed; make a new one.")
 
-    def _out(self) -> Rows:
-        if self._out_rows is None:
-            self._out_rows = self.new_out_rows()
-        return self._out_rows
+    def _out(self, *, restarts: bool = False) -> Rows:
+        if restarts not in self._out_rows:
+            self._out_rows[restarts] = self.new_out_rows(restarts=restarts)
+        return self._out_rows[restarts]
 
     def _take_actions(self, tensordict: TensorDictBase) -> Rows:
         """The actions in `tensordict` as rows; new rows only when their shape or dtype changes."""

@@ -4,7 +4,7 @@ NOTE [Parallel envs]: a worker process is a SerialEnv on a part of the rows. All
 maps: the workers read their lanes of the actions and write their lanes of the observations, rewards and flags, and
 nothing is copied or sent. Each step is one round, see NOTE [Rounds]: the actions are put into place, the workers are
 called, and when the last of them has finished, the rows are what `step_into` of any other env would have left there. A
-reset is a round for the workers whose lanes are marked.
+reset is a round for the workers whose lanes are marked, or was made before: see NOTE [Resets ahead].
 
 Everything else is rare and goes through the channels, as a request to each worker and an answer of each: seeds,
 attributes, and where rows lie. There may be several rows to write into, those of the surface and those of a collector;
@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from swath.envs.ahead import Beginnings, leaves_of_beginnings
 from swath.envs.base import EnvBase
 from swath.envs.layout import Layout, must_agree
 from swath.envs.parallel_crew import LAST_S, STALL_S, EnvCrew
@@ -172,11 +174,12 @@ class ParallelEnv(EnvBase):
         self._crew.name = repr(self)
         lanes = self.num_lanes // len(layouts)
         self._lanes_of = [(share[0] * lanes, (share[-1] + 1) * lanes) for share in self._crew.shares]
-        self._numbers: weakref.WeakKeyDictionary[Rows, int] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Rows, Known] = weakref.WeakKeyDictionary()
         self._given = 0
         self._mirror: Rows | None = None
         self._bound_action: Rows | None = None
         self._bound_out: Rows | None = None
+        self._beginnings: Beginnings | None = None
         self._copies: list[tuple[np.ndarray, np.ndarray]] = []
         """Where actions are copied to, and from."""
 
@@ -192,22 +195,26 @@ class ParallelEnv(EnvBase):
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def new_out_rows(self) -> Rows:
+    def new_out_rows(self, *, restarts: bool = False) -> Rows:
         """Rows that the workers write into themselves."""
         self.must_be_open()
         shared = SharedRows.allocate(self.out_leaves, self.batch_size)
-        rows, kept = shared.rows(), tuple(self._numbers.values())
+        ahead = None
+        if restarts:
+            ahead = SharedRows.allocate(leaves_of_beginnings(self.observations.leaves), self.batch_size)
+        rows, kept = shared.rows(), tuple(known.number for known in self._known.values())
         self._given += 1
-        self._ask_all(TakeOut(self._given, shared, kept), "taking new rows of")
-        self._numbers[rows] = self._given
+        self._ask_all(TakeOut(self._given, shared, ahead, kept), "taking new rows of")
+        self._known[rows] = Known(self._given, ahead)
         return rows
 
     def _bind_out(self, out: Rows) -> bool:
         """Write into `out` from now on; whether the workers know it."""
-        number = self._numbers.get(out)
-        if number is None:
+        known = self._known.get(out)
+        if known is None:
             return False
-        self._bound_out, self._out_number = out, number
+        self._bound_out, self._out_number = out, known.number
+        self._beginnings = None if known.beginnings is None else Beginnings(known.beginnings.rows(), out)
         return True
 
     def _share_actions(self, leaves: dict[Key, Leaf]) -> None:
@@ -244,13 +251,16 @@ class ParallelEnv(EnvBase):
         if out is not self._bound_out and not self._bind_out(out):
             self._through_mirror(out, lambda mirror: self.reset_into(lanes, mirror))
             return
+        if self._beginnings is not None:
+            lanes = self._beginnings.hand_out(lanes, out)
+        if not lanes:
+            return
         self._marks[:] = False
         self._marks[list(lanes)] = True
         workers = None
         if len(lanes) < self.num_lanes:
             workers = [index for index, (start, stop) in enumerate(self._lanes_of) if self._marks[start:stop].any()]
-        if workers is None or workers:
-            self._round("resetting", BEGIN, workers)
+        self._round("resetting", BEGIN, workers)
 
     def _round(self, doing: str, what: int, workers: Sequence[int] | None = None) -> int:
         try:
@@ -299,13 +309,22 @@ class ParallelEnv(EnvBase):
         try:
             self._crew.close(self._shutdown_timeout)
         finally:  # rows keep their memory, and a descriptor; others may hold theirs for as long as they like
-            self._out_rows = self._mirror = self._bound_out = self._bound_action = None
+            self._out_rows = {}
+            self._mirror = self._bound_out = self._bound_action = self._beginnings = None
             self._shared_action, self._copies = Rows({}), []
             self._marks = np.empty(0, bool)
 
     def __repr__(self) -> str:
         """Number of envs, and the first."""
         return f"ParallelEnv({self.batch_size[0]}, {self._layout.name})"
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the workers know of rows: their number, and where they put beginnings if there are any."""
+
+    number: int
+    beginnings: SharedRows | None
 
 
 def _check_names(given: dict[str, Any]) -> None:

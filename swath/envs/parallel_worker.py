@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from swath.envs.adapt import as_env
+from swath.envs.ahead import Beginnings
 from swath.envs.base import EnvBase, make_all
 from swath.envs.layout import Layout
 from swath.envs.registry import Registered
@@ -38,10 +39,14 @@ class TakeActions:
 
 @dataclass(frozen=True)
 class TakeOut:
-    """Write into these rows when a round says `number`; forget all others but those of `kept`."""
+    """Write into these rows when a round says `number`; forget all others but those of `kept`.
+
+    `beginnings` are there for those whose finished lanes will be reset for sure.
+    """
 
     number: int
     rows: SharedRows
+    beginnings: SharedRows | None
     kept: tuple[int, ...]
 
 
@@ -171,19 +176,50 @@ class Stepper:
         self._start = first * envs[0].num_lanes
         self._stop = self._start + self._env.num_lanes
         self._outs: dict[int, Rows] = {}
+        self._beginnings: dict[int, Beginnings] = {}
+        self._failed_ahead: Failed | None = None
+        """What went wrong in a reset that nobody has asked for yet."""
         self.failed: Failed | None = None
         """What went wrong last."""
 
     def take_part(self, what: int, rows: int) -> int:
         """Do our part of a round; the outcome."""
+        failed, self._failed_ahead = self._failed_ahead, None
         try:
             if what == STEP:
-                return FINISHED if self._env.step_into(self._action, self._outs[rows]) else GOING_ON
-            self._env.reset_into(np.flatnonzero(self._marks).tolist(), self._outs[rows])
+                return self._step(rows)
+            if failed is None:
+                self._reset(rows)
         except Exception as error:
-            self.failed = Failed(Failure.of(error), self._env.failed)
-            return FAILED
-        return GOING_ON
+            failed = Failed(Failure.of(error), self._env.failed)
+        if failed is None:
+            return GOING_ON
+        self.failed = failed
+        return FAILED
+
+    def _step(self, rows: int) -> int:
+        """Step, and begin new episodes where old ones have ended if that is wanted: see NOTE [Resets ahead]."""
+        self._drop_beginnings()
+        if not self._env.step_into(self._action, self._outs[rows]):
+            return GOING_ON
+        if rows in self._beginnings:
+            try:
+                self._beginnings[rows].make(self._env)
+            except Exception as error:
+                self._failed_ahead = Failed(Failure.of(error), self._env.failed)
+        return FINISHED
+
+    def _reset(self, rows: int) -> None:
+        """Reset the lanes that are marked, unless they were reset ahead, with whatever rows."""
+        lanes: Sequence[int] = np.flatnonzero(self._marks).tolist()
+        for beginnings in self._beginnings.values():
+            lanes = beginnings.hand_out(lanes, self._outs[rows])
+        self._env.reset_into(lanes, self._outs[rows])
+
+    def _drop_beginnings(self) -> None:
+        self._failed_ahead = None
+        for beginnings in self._beginnings.values():
+            beginnings.drop()
 
     def obey(self, request: Any) -> Any:
         """Do what was asked, and return what was asked for."""
@@ -198,11 +234,15 @@ class Stepper:
             case TakeActions(rows):
                 self._action = self._part(rows)
                 self._marks = self._action.arrays[RESET]
-            case TakeOut(number, rows, kept):
+            case TakeOut(number, rows, beginnings, kept):
                 self._outs = {key: out for key, out in self._outs.items() if key in kept}
+                self._beginnings = {key: known for key, known in self._beginnings.items() if key in kept}
                 self._outs[number] = self._part(rows)
+                if beginnings is not None:
+                    self._beginnings[number] = Beginnings(self._part(beginnings), self._outs[number])
             case Seed(seeds):
                 self._env._set_seeds(seeds)
+                self._drop_beginnings()
             case Get(path):
                 return self._each(lambda env: follow(env, path))
             case Call(path, args, kwargs):

@@ -201,7 +201,7 @@ def test_rows_that_nobody_holds_are_forgotten_by_the_workers(close: Close) -> No
     kept = env.new_out_rows()
     env.reset_into([0, 1], kept)
     env.step_into(action, kept)
-    assert len(env._numbers) == 1
+    assert len(env._known) == 1
     assert kept.arrays["observation"].tolist() == [[0, 4, 1], [1, 4, 1]]
 
 

@@ -1,0 +1,69 @@
+"""Beginnings: the first observations of episodes that workers have begun before they were asked to.
+
+NOTE [Resets ahead]: a reset costs a round of its own. With many lanes and short episodes that would be every second or
+third step. But a collector resets each lane that has finished before it steps it again, always, and says so when it
+asks for its rows. A worker that steps on such rows resets a lane in the round in which it finishes: it hands out the
+final observation as ever, and puts the first one of the next episode aside, in memory that both sides map. To reset
+the lane is then to copy it from there.
+
+Whoever steps the env sees no difference. What is raised by a reset that was made ahead is kept until the reset is asked
+for. Seeds that come before that, and a step without a reset, make an unused beginning void; then the env has been
+reset once more than it would have been otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from swath.envs.base import EnvBase
+from swath.envs.rows import Leaf, Rows
+from swath.keys import TERMINATED, TRUNCATED, Key
+
+READY: Key = "_ready"
+
+
+def leaves_of_beginnings(observations: Mapping[Key, Leaf]) -> dict[Key, Leaf]:
+    """What has to be kept for each lane: its first observation, and whether there is one."""
+    return {**observations, READY: Leaf((), torch.bool)}
+
+
+class Beginnings:
+    """Beginnings that were made while stepping on the rows `out`. The worker makes them, either side hands them out."""
+
+    def __init__(self, kept: Rows, out: Rows) -> None:
+        """Take `kept`, which has the `leaves_of_beginnings`."""
+        self._out = out
+        self._ready = kept.arrays[READY]
+        self._kept = {key: array for key, array in kept.arrays.items() if key != READY}
+
+    def make(self, env: EnvBase) -> None:
+        """Reset the lanes that have finished in `env`, whose rows `out` stay as they are."""
+        arrays = self._out.arrays
+        ended = np.flatnonzero(arrays[TERMINATED] | arrays[TRUNCATED])
+        final = [(array, array[ended]) for array in arrays.values()]
+        try:
+            env.reset_into(ended.tolist(), self._out)
+            for key, kept in self._kept.items():
+                kept[ended] = arrays[key][ended]
+            self._ready[ended] = True
+        finally:
+            for array, values in final:
+                array[ended] = values
+
+    def drop(self) -> None:
+        """Forget them: they were passed over."""
+        self._ready[:] = False
+
+    def hand_out(self, lanes: Sequence[int], out: Rows) -> Sequence[int]:
+        """Write those of `lanes` that there are into `out`; returns the lanes that have none."""
+        ready = self._ready
+        begun = [lane for lane in lanes if ready[lane]]
+        if not begun:
+            return lanes
+        for key, kept in self._kept.items():
+            out.arrays[key][begun] = kept[begun]
+        ready[begun] = False
+        return [lane for lane in lanes if lane not in begun]
