@@ -11,13 +11,13 @@ import torch
 from tensordict import (
     LazyStackedTensorDict,
     NonTensorData,
-    TensorDict,
     TensorDictBase,
     is_leaf_nontensor,
     is_tensorclass,
 )
 from torch import Tensor
 
+from swath.entries import trusted
 from swath.keys import Key, as_key, as_path
 
 WHOLE = "_"
@@ -70,7 +70,7 @@ class TensorDictForm(Form):
 
     def put_together(self, entries: Entries, shape: Sequence[int]) -> TensorDictBase:
         """A TensorDict."""
-        return _trusting(entries, tuple(shape), self._inner, ())
+        return trusted(entries, shape, next(iter(entries.values())).device, self._inner)
 
     def described(self) -> Any:
         """Its name, and the inner batch dimensions."""
@@ -135,29 +135,6 @@ class TreeForm(Form):
     def described(self) -> Any:
         """The nesting."""
         return {"tree": self._shape}
-
-
-_new = getattr(TensorDict, "_new_unsafe", TensorDict)
-"""Makes a TensorDict without looking at its entries, which takes longer than reading a batch of small frames. All of
-ours have the shape that their layout says."""
-
-
-def _trusting(
-    entries: Mapping[Key, Tensor], shape: tuple[int, ...], inner: Inner, path: tuple[str, ...]
-) -> TensorDictBase:
-    """A TensorDict of `entries` that surely have the batch size `shape`, and behind it what `inner` says of `path`."""
-    source: dict[str, Any] = {}
-    rooms: dict[str, dict[Key, Tensor]] = {}
-    for key, entry in entries.items():
-        if isinstance(key, str):
-            source[key] = entry
-        else:
-            rooms.setdefault(key[0], {})[key[1] if len(key) == 2 else key[1:]] = entry
-    for name, room in rooms.items():
-        source[name] = _trusting(room, shape, inner, (*path, name))
-    size = torch.Size((*shape, *inner.get(path, ()))) if inner else torch.Size(shape)
-    made: TensorDictBase = _new(source, batch_size=size, device=next(iter(entries.values())).device)
-    return made
 
 
 def form_of(data: Any, batch_dims: int) -> Form:

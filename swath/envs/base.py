@@ -12,14 +12,16 @@ from gymnasium import spaces as gs
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from swath.entries import trusted
 from swath.envs.rows import Leaf, Rows
 from swath.envs.spaces import ActionCodec, ObservationCodec, must_not_clash
 from swath.errors import ClosedError, suggestion, wrong_shape
-from swath.keys import DONE, FLAGS, NEXT, RESET, REWARD, TERMINATED, TRUNCATED, Key, as_key, nest
+from swath.keys import DONE, FLAGS, NEXT, RESET, REWARD, TERMINATED, TRUNCATED, Key, nest
 from swath.seeding import checked_seed, lane_seed, lane_seeds, next_seed, policy_seed
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
+CPU = torch.device("cpu")
 FLAG = Leaf((1,), torch.bool)
 SURFACE = object()
 """Stands for the callers of an env's own `reset` and `step`."""
@@ -425,14 +427,14 @@ class EnvBase:
         return torch.zeros((*self.batch_size, *leaf.shape), dtype=leaf.dtype, device=self.device)
 
     def _no_flags(self) -> dict[Key, Tensor]:
-        return {key: self._zeros(FLAG) for key in FLAGS}
+        zeros = torch.zeros((len(FLAGS), *self.batch_size, *FLAG.shape), dtype=FLAG.dtype, device=self.device)
+        return dict(zip(FLAGS, zeros.unbind(), strict=True))
 
-    def _td(self, entries: dict[Any, Any]) -> TensorDict:
-        return TensorDict(
-            nest((as_key(k), v) for k, v in entries.items()),
-            batch_size=self.batch_size,
-            device=self.device,
-        )
+    def _td(self, entries: dict[Key, Any]) -> TensorDict:
+        """A TensorDict of `entries`, all of which come from rows."""
+        if self.device is None or self.device == (self.rows_device or CPU):
+            return trusted(entries, self.batch_size, self.device)
+        return TensorDict(nest(entries), batch_size=self.batch_size, device=self.device)
 
 
 def must_differ(simulators: Sequence[Any], cure: str) -> None:
