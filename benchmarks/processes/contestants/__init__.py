@@ -23,5 +23,5 @@ CONTESTANTS: dict[str, str] = {
     "sb3": "Stable-Baselines3's SubprocVecEnv",
     "puffer": "PufferLib's Multiprocessing backend, the envs in as many processes as there are cores beside the "
     "trainer's; a step that only resets is not counted as a frame",
-    "memcpy": "one copy of the parameters' bytes from one tensor to another",
+    "memcpy": "one copy of the parameters' bytes from one tensor to another, between the batches of swath's workers",
 }
