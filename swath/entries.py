@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
-from swath.keys import Key
+from swath.keys import Key, nest
 
 _new = getattr(TensorDict, "_new_unsafe", TensorDict)
 """Makes a TensorDict without a look at its entries, which would take longer than all else where they are small."""
@@ -19,21 +20,28 @@ def trusted(
     batch_size: Sequence[int],
     device: torch.device | None,
     inner: Mapping[tuple[str, ...], tuple[int, ...]] | None = None,
-    path: tuple[str, ...] = (),
 ) -> TensorDict:
     """A TensorDict of `entries`, which have the batch size and lie on the device, or anywhere if that is None.
 
     `inner` gives the paths of nested ones that have more batch dimensions, which come behind the others.
     """
-    source: dict[str, Any] = {}
-    rooms: dict[str, dict[Key, Any]] = {}
-    for key, entry in entries.items():
-        if isinstance(key, str):
-            source[key] = entry
-        else:
-            rooms.setdefault(key[0], {})[key[1] if len(key) == 2 else key[1:]] = entry
-    for name, room in rooms.items():
-        source[name] = trusted(room, batch_size, device, inner, (*path, name))
-    size = torch.Size((*batch_size, *inner.get(path, ())) if inner else batch_size)
-    made: TensorDict = _new(source, batch_size=size, device=device)
+    size = torch.Size(batch_size)
+    return _made(_places(tuple(entries)), tuple(entries.values()), size, device, inner, ())
+
+
+@lru_cache(maxsize=1024)
+def _places(keys: tuple[Key, ...]) -> dict[str, Any]:
+    """For each name the place of its entry among all, or a dict of those inside."""
+    return nest((key, place) for place, key in enumerate(keys))
+
+
+def _made(
+    places: Mapping[str, Any], entries: tuple[Any, ...], size: torch.Size, device: Any, inner: Any, path: Any
+) -> TensorDict:
+    source = {
+        name: entries[place] if isinstance(place, int) else _made(place, entries, size, device, inner, (*path, name))
+        for name, place in places.items()
+    }
+    own = torch.Size((*size, *inner.get(path, ()))) if inner else size
+    made: TensorDict = _new(source, batch_size=own, device=device)
     return made
