@@ -133,6 +133,9 @@ class EnvBase:
         """The objects that really run, whatever is wrapped around them: no two envs may share one."""
         return [self]
 
+    def introduce_to(self, policy: Any) -> None:
+        """Tell `policy` what it waits to hear about the env that it will act in. None of ours does."""
+
     # -- the array path ----------------------------------------------------------------------------------------
 
     def new_out_rows(self, *, restarts: bool = False) -> Rows:

@@ -36,8 +36,9 @@ from swath.envs.registry import Registered
 from swath.envs.rows import Leaf, Rows
 from swath.envs.serial import EnvFactory, SerialEnv, one_each
 from swath.envs.shared_rows import SharedRows
-from swath.errors import UnsupportedEnvError, suggestion
+from swath.errors import ClosedError, UnsupportedEnvError, suggestion
 from swath.keys import RESET, Key
+from swath.runtime import WorkerDiedError
 
 TUNING = (
     "share_individual_td",
@@ -265,6 +266,10 @@ class ParallelEnv(EnvBase):
     def _round(self, doing: str, what: int, workers: Sequence[int] | None = None) -> int:
         try:
             return self._crew.round(doing, (what, self._out_number), workers)
+        except Exception as error:
+            if self.is_closed and not isinstance(error, WorkerDiedError):
+                raise ClosedError(f"{self!r} was closed while it was {doing}.") from error
+            raise
         finally:
             self.is_closed = self._crew.is_closed
 

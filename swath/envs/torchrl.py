@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from gymnasium import spaces as gs
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 from torchrl.envs import EnvBase as PeerEnv
 from torchrl.envs.utils import step_mdp
+from torchrl.modules import RandomPolicy, set_exploration_modules_spec_from_env
 
 from swath.envs.base import EnvBase
 from swath.envs.rows import Leaf, Rows
@@ -90,6 +91,13 @@ class TorchRLEnv(EnvBase):
         if name.startswith("_") or name == "env":
             raise AttributeError(name)
         return getattr(self.env, name)
+
+    def introduce_to(self, policy: Any) -> None:
+        """TorchRL's random policy and its noise may be made without a spec, to take that of the env's actions."""
+        if isinstance(policy, RandomPolicy):
+            policy.set_action_spec_from_env(self.env)
+        elif isinstance(policy, nn.Module):
+            set_exploration_modules_spec_from_env(policy, self.env)
 
     def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
         """Reset all lanes, or by mask those of `lanes`."""

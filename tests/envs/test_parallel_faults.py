@@ -309,6 +309,13 @@ def test_closing_takes_no_longer_than_it_may(state: str) -> None:
     assert all(map(is_gone, mine))
 
 
+def test_closing_it_in_another_thread_ends_a_step() -> None:
+    env = ParallelEnv(2, partial(FaultyGymEnv, fault="hang", at=2), shutdown_timeout=1.0)
+    root = env.step(env.rand_action(env.reset()))
+    with later(0.3, env.close), pytest.raises(ClosedError, match="closed while it was stepping"):
+        env.step(root)
+
+
 AGAIN_S = 1.0
 
 
