@@ -1,10 +1,14 @@
 """The benchmarks' own check: what swath delivers there is what everybody must deliver."""
 
+import faulthandler
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +18,63 @@ import pytest
 from benchmarks import report
 from benchmarks.catalog import CATALOG, CONTESTANTS, SUITES
 from benchmarks.group import run_group
+from benchmarks.measure import measure
 from benchmarks.processes import page
 from benchmarks.results import Results
 from benchmarks.run import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 MACHINE = {"cpu": "some", "cores": "2", "system": "Linux", "python": "3.11"}
+SECONDS = 0.05
 
 
-def measure(workload: str, contestant: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.measure", workload, contestant, "--seconds", "0.05"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    outcome: dict[str, Any] = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
-    return outcome
+@pytest.fixture(scope="module")
+def measurer() -> Iterator[ProcessPoolExecutor]:
+    """One process that measures for all tests: most of what a measurement takes is the import of torch.
+
+    Not that of the tests: what benchmarks set, register and count there would be theirs too.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        yield process
+
+
+def measured(workload: str, contestant: str) -> dict[str, float]:
+    """In the process that measures: if it hangs it says where, and ends, so that no other test waits for it."""
+    faulthandler.dump_traceback_later(90, exit=True)
+    try:
+        return measure(workload, contestant, SECONDS)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def assert_measures(measurer: ProcessPoolExecutor, workload: str, contestant: str) -> None:
+    result = measurer.submit(measured, workload, contestant).result()
+    for figure in CATALOG[workload].figures:
+        assert result[figure.key] > 0
 
 
 @pytest.mark.parametrize("workload", SUITES["single"])
-def test_swath_delivers_what_is_compared(workload: str) -> None:
-    result = measure(workload, "swath")
-    for figure in CATALOG[workload].figures:
-        assert result[figure.key] > 0
+def test_swath_delivers_what_is_compared(measurer: ProcessPoolExecutor, workload: str) -> None:
+    assert_measures(measurer, workload, "swath")
 
 
 @pytest.mark.parametrize("workload", ["W4", "W8b", "W9m", "W11"])
-def test_swath_delivers_what_is_compared_with_several_processes(workload: str) -> None:
-    result = measure(workload, "swath")
-    for figure in CATALOG[workload].figures:
-        assert result[figure.key] > 0
-
-
-def test_gymnasiums_processes_deliver_what_is_compared() -> None:
-    assert measure("W8b", "gym_async")["frames_per_second"] > 0
+def test_swath_delivers_what_is_compared_with_several_processes(measurer: ProcessPoolExecutor, workload: str) -> None:
+    assert_measures(measurer, workload, "swath")
 
 
 @pytest.mark.parametrize("workload", ["W9a", "W9e", "W9f"])
-def test_the_ring_written_by_hand_delivers_what_is_compared(workload: str) -> None:
-    result = measure(workload, "numpy_ring")
+def test_the_ring_written_by_hand_delivers_what_is_compared(measurer: ProcessPoolExecutor, workload: str) -> None:
+    assert_measures(measurer, workload, "numpy_ring")
+
+
+@pytest.mark.parametrize(("workload", "contestant"), [("W2", "swath"), ("W9c", "swath"), ("W8b", "gym_async")])
+def test_a_measurement_is_a_program_that_prints_its_figures(workload: str, contestant: str) -> None:
+    """One of each kind: collecting, replay buffers, several processes."""
+    command = [sys.executable, "-m", "benchmarks.measure", workload, contestant, "--seconds", str(SECONDS)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    result = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
     for figure in CATALOG[workload].figures:
         assert result[figure.key] > 0
 

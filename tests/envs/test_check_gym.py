@@ -10,8 +10,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from forked_envs import ForkedVectorEnv
 from gymnasium import spaces as gs
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from space_zoo import SPACES
 
 from swath.envs import GymEnv, SerialEnv, check_env
@@ -58,7 +59,7 @@ SOUND: dict[str, Any] = {
     "sync, next step": lambda: SyncVectorEnv([Sound] * 2),
     "sync, same step": lambda: SyncVectorEnv([Sound] * 2, autoreset_mode=AutoresetMode.SAME_STEP),
     "sync, disabled": lambda: SyncVectorEnv([Sound] * 2, autoreset_mode=AutoresetMode.DISABLED),
-    "async": lambda: AsyncVectorEnv([Sound] * 2),
+    "async": lambda: ForkedVectorEnv([Sound] * 2),
     "entry point": lambda: gym.make_vec("CartPole-v1", num_envs=3, vectorization_mode="vector_entry_point"),
 }
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from forked_envs import ForkedVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from swath.envs import EnvBase, GymEnv, SerialEnv
 from swath.testing import CountingEnv, CountingGymEnv, EnvConformance, counting_envs
@@ -73,7 +74,7 @@ class TestVectorEnvDisabled(EnvConformance):
 
 class TestAsyncVectorEnv(EnvConformance):
     def make_env(self) -> EnvBase:
-        return GymEnv(AsyncVectorEnv([short] * 2))
+        return GymEnv(ForkedVectorEnv([short] * 2))
 
 
 class TestCountingEnv(EnvConformance):

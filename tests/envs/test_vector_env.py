@@ -9,8 +9,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from forked_envs import ForkedVectorEnv
 from gymnasium import spaces as gs
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from tensordict import TensorDictBase
 
 from swath.envs import EnvBase, GymEnv
@@ -20,6 +21,9 @@ from swath.seeding import lane_seeds
 from swath.testing import CountingGymEnv, CountingVectorEnv, counting_envs
 
 LANES, STEPS, SEED = 3, 40, 21
+VECTORS = pytest.mark.parametrize(
+    "vector", [pytest.param(SyncVectorEnv, id="SyncVectorEnv"), pytest.param(ForkedVectorEnv, id="AsyncVectorEnv")]
+)
 
 
 class Parts(gym.ObservationWrapper[Any, Any, Any]):
@@ -87,7 +91,7 @@ def assert_is_what_separate_envs_do(td: TensorDictBase, make: Any, acts: torch.T
 
 @pytest.mark.parametrize("make", [plain, Parts])
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-@pytest.mark.parametrize("vector", [SyncVectorEnv, AsyncVectorEnv])
+@VECTORS
 def test_final_observations_are_true_in_every_mode(vector: Any, mode: AutoresetMode, make: Any) -> None:
     with GymEnv(vector([make] * LANES, autoreset_mode=mode)) as env:
         env.set_seed(SEED)
@@ -98,7 +102,7 @@ def test_final_observations_are_true_in_every_mode(vector: Any, mode: AutoresetM
 
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
 def test_an_async_env_without_shared_memory(mode: AutoresetMode) -> None:
-    with GymEnv(AsyncVectorEnv([plain] * LANES, autoreset_mode=mode, shared_memory=False)) as env:
+    with GymEnv(ForkedVectorEnv([plain] * LANES, autoreset_mode=mode, shared_memory=False)) as env:
         env.set_seed(SEED)
         td = rolled_out(env, actions())
     assert_is_what_separate_envs_do(td, plain, actions())
@@ -107,7 +111,7 @@ def test_an_async_env_without_shared_memory(mode: AutoresetMode) -> None:
 def test_an_async_env_without_shared_memory_idles_in_next_step_mode() -> None:
     """Its workers would reset a lane a second time that was reset by mask, and the step would be no transition."""
     envs = counting_envs(2, lengths=[[2], [3]])
-    with GymEnv(AsyncVectorEnv(envs, autoreset_mode=AutoresetMode.NEXT_STEP, shared_memory=False)) as env:
+    with GymEnv(ForkedVectorEnv(envs, autoreset_mode=AutoresetMode.NEXT_STEP, shared_memory=False)) as env:
         td = rolled_out(env, torch.zeros(8, 2, dtype=torch.int64))
     assert td[NEXT, "collector", "mask"].tolist() == [
         [True, True, False, True, True, False, True, True],
@@ -118,7 +122,7 @@ def test_an_async_env_without_shared_memory_idles_in_next_step_mode() -> None:
 
 def test_an_async_env_without_shared_memory_idles_also_after_a_full_reset() -> None:
     envs = counting_envs(2, lengths=[[2], [9]])
-    with GymEnv(AsyncVectorEnv(envs, autoreset_mode=AutoresetMode.NEXT_STEP, shared_memory=False)) as env:
+    with GymEnv(ForkedVectorEnv(envs, autoreset_mode=AutoresetMode.NEXT_STEP, shared_memory=False)) as env:
         env.rollout(2)
         td = rolled_out(env, torch.zeros(3, 2, dtype=torch.int64))
     assert td[NEXT, "collector", "mask"].tolist() == [[False, True, True], [True, True, True]]
@@ -174,7 +178,7 @@ def test_single_lanes_can_be_reset(mode: AutoresetMode) -> None:
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-@pytest.mark.parametrize("vector", [SyncVectorEnv, AsyncVectorEnv])
+@VECTORS
 def test_a_lanes_seed_counts_from_its_next_reset(vector: Any, mode: AutoresetMode) -> None:
     with GymEnv(vector([plain] * LANES, autoreset_mode=mode)) as env:
         td = env.rand_step(env.reset()).get(NEXT)

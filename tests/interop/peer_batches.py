@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import warnings
@@ -25,6 +26,7 @@ def make_policy() -> nn.Module:
 
 
 def main(kind: str, workers: int, frames: int, path: str) -> None:
+    multiprocessing.set_start_method("fork")  # first: the peer would choose "spawn", and import torch in every process
     from torchrl import collectors
 
     collector = getattr(collectors, kind)(

@@ -338,6 +338,16 @@ def exit_of_idle_program_s() -> float:
         return time.monotonic() - begun
 
 
+def assert_ended_well(program: Program, tracebacks: int = 0) -> None:
+    """It has said nothing but these tracebacks."""
+    errors = program.errors
+    assert errors.count("Traceback (most recent call last)") == tracebacks, errors
+    assert "Exception ignored" not in errors, errors
+    assert "leaked" not in errors, errors
+    if not tracebacks:
+        assert errors == "", errors
+
+
 def advance_quietly(collector: MultiCollector) -> None:
     """In a thread whose errors are not what the test is about."""
     with contextlib.suppress(Exception):
