@@ -256,13 +256,25 @@ class BaseCollector(IterableDataset[Any], ABC):
 
     @property
     def pre_collect_hook(self) -> Callable[[], Any] | None:
-        """Called before every rollout."""
+        """Called before every rollout; may be replaced."""
         return self._pre_hook
+
+    @pre_collect_hook.setter
+    def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
+        self.set_pre_collect_hook(hook)
 
     @property
     def post_collect_hook(self) -> Hook | None:
-        """Called with every batch before it is delivered."""
+        """Called with every batch before it is delivered; may be replaced."""
         return self._post_hook
+
+    @post_collect_hook.setter
+    def post_collect_hook(self, hook: Hook | None) -> None:
+        self.set_post_collect_hook(hook)
+
+    def set_pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
+        """Replace the hook that is called before every rollout."""
+        self._pre_hook = hook
 
     def set_post_collect_hook(self, hook: Hook | None) -> None:
         """Replace the hook that is called with every batch."""
@@ -291,7 +303,7 @@ class BaseCollector(IterableDataset[Any], ABC):
         kwargs = [{}] * len(list_of_args) if list_of_kwargs is None else list_of_kwargs
         if len(list_of_args) != len(kwargs):
             raise ValueError(
-                f"map_fn got {len(list_of_args)} sets of arguments and {len(kwargs)} of keyword arguments."
+                f"list_of_args and list_of_kwargs must have the same length, got {len(list_of_args)} and {len(kwargs)}."
             )
         method = follow(self, name)
         if not callable(method):
@@ -301,7 +313,7 @@ class BaseCollector(IterableDataset[Any], ABC):
     def enable_profile(self, **options: Any) -> None:
         """Trace the first rollouts with torch's profiler; see `ProfileConfig` for the options."""
         if self._iterating:
-            raise RuntimeError("enable_profile must be called before the first batch is collected.")
+            raise RuntimeError("Cannot enable profiling after iteration has begun: call it before the first batch.")
         config = ProfileConfig(**options)
         self.disable_profile()
         self._profile = ProfilingHook(config, self._worker_idx or 0, self._post_hook)

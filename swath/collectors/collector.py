@@ -66,6 +66,7 @@ class Collector(BaseCollector):
         try:
             self._check_env(self.env)
             given = config.policy_factory() if config.policy_factory is not None else policy
+            self.env.introduce_to(given)
             trusted = config.trust_policy and given is not None
             self._prepare_policy(given if trusted else as_policy(given, self.env))
             with torch.inference_mode(False):  # rows and batches must be ordinary tensors
@@ -145,7 +146,7 @@ class Collector(BaseCollector):
             compact_obs=config.compact_obs,
             set_truncated=config.set_truncated,
             worker=self._number(),
-            policy_device=self._devices.away_from(self.env.rows_device),
+            policy_device=self._devices.policy,
             interruptor=config.interruptor,
             fast_policy=config.fast_policy,
             opaque_policy=bool(config.trust_policy),

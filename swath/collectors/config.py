@@ -66,6 +66,7 @@ class CollectorConfig:
         set_truncated: mark the last step of every batch as truncated.
         interruptor: asked after every step whether the batch should end here.
         return_same_td: deliver the same TensorDict object every time, overwritten; only a shorter batch is another.
+        auto_register_policy_transforms: no effect, as a recurrent policy always gets its state and `is_init`.
         use_buffers: no effect, as batches always lie in memory that is used again once they are let go.
         trust_policy: call the policy as it is, with a TensorDict, without looking inside.
         compile_policy: compile the policy; True, or arguments for `torch.compile`.
@@ -108,6 +109,7 @@ class CollectorConfig:
     set_truncated: bool = False
     interruptor: Interruptor | None = None
     return_same_td: bool = False
+    auto_register_policy_transforms: bool | None = None
     use_buffers: bool | None = None
     trust_policy: bool | None = None
     compile_policy: bool | dict[str, Any] | None = None
@@ -175,7 +177,7 @@ class CollectorConfig:
             raise ValueError("total_frames=0 would collect nothing; use -1 for no end.")
         if self.traj_format is not None and self.traj_format not in TRAJ_FORMATS:
             hint = suggestion(self.traj_format, TRAJ_FORMATS)
-            raise ValueError(f"traj_format must be one of {TRAJ_FORMATS}, got {self.traj_format!r}.{hint}")
+            raise ValueError(f"traj_format must be 'padded' or 'cat', got {self.traj_format!r}.{hint}")
         if not self.reset_when_done:
             raise ValueError(
                 "reset_when_done=False is not supported: a lane that has ended begins a new episode at once. "

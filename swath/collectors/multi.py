@@ -89,7 +89,7 @@ class MultiCollector(RemoteControl):
         super().__init__(config)
         self.closed = True  # until there is something to shut down
         self._post_hook, self._pre_hook = None, None  # workers call them, where the rollouts are
-        self._worker_hook = config.post_collect_hook
+        self._worker_pre_hook, self._worker_hook = config.pre_collect_hook, config.post_collect_hook
         self._last_state: dict[str, Any] | None = None
         """When all frames were collected."""
         self._endings: list[int | None] = []
@@ -160,7 +160,9 @@ class MultiCollector(RemoteControl):
             number=self._numbers[index],
             create_env_fn=self._makers[index],
             policy=self._policy_to_send(),
-            config=replace(config.for_worker(index), post_collect_hook=self._worker_hook),
+            config=replace(
+                config.for_worker(index), pre_collect_hook=self._worker_pre_hook, post_collect_hook=self._worker_hook
+            ),
             init_fn=config.init_fn,
             registered=self._registered,
             board=self._workers.board,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,19 +39,27 @@ class ProfileConfig:
         for field in fields(self):
             check_kind(field.name, getattr(self, field.name), str(field.type))
         if self.warmup_rollouts < 0:
-            raise ValueError(f"warmup_rollouts must not be negative, got {self.warmup_rollouts}.")
+            raise ValueError(f"warmup_rollouts must be >= 0, got {self.warmup_rollouts}.")
         if self.num_rollouts <= self.warmup_rollouts:
             raise ValueError(
-                f"num_rollouts={self.num_rollouts} must be more than warmup_rollouts={self.warmup_rollouts}, or "
+                f"num_rollouts={self.num_rollouts} must be greater than warmup_rollouts={self.warmup_rollouts}, or "
                 "nothing is recorded."
             )
         for name in self.activities:
             if name not in ACTIVITIES:
                 raise ValueError(f"activities may hold 'cpu' and 'cuda', got {name!r}.{suggestion(name, ACTIVITIES)}")
 
-    def path(self, worker: int) -> str:
-        """Where the trace of `worker` is written."""
-        return (self.save_path or "./collector_profile_{worker_idx}.json").format(worker_idx=worker)
+    def should_profile_worker(self, worker_idx: int) -> bool:
+        """Whether rollouts of that worker are to be traced."""
+        return worker_idx in self.workers
+
+    def get_save_path(self, worker_idx: int) -> Path:
+        """Where the trace of that worker is written."""
+        return Path((self.save_path or "./collector_profile_{worker_idx}.json").format(worker_idx=worker_idx))
+
+    def get_activities(self) -> list[torch.profiler.ProfilerActivity]:
+        """What is recorded here: CUDA only where there is any."""
+        return [ACTIVITIES[name] for name in self.activities if name == "cpu" or torch.cuda.is_available()]
 
 
 class ProfilingHook:
@@ -63,7 +72,7 @@ class ProfilingHook:
         self._worker = worker
         self._seen = 0
         self._profiler: Any = None
-        if worker in config.workers and config.warmup_rollouts == 0:
+        if config.should_profile_worker(worker) and config.warmup_rollouts == 0:
             self._start()
 
     def __call__(self, batch: TensorDictBase) -> None:
@@ -71,7 +80,7 @@ class ProfilingHook:
         if self.inner is not None:
             self.inner(batch)
         self._seen += 1
-        if self._worker not in self.config.workers:
+        if not self.config.should_profile_worker(self._worker):
             return
         if self._seen == self.config.warmup_rollouts:
             self._start()
@@ -87,12 +96,11 @@ class ProfilingHook:
         if self.config.on_trace_ready is not None:
             self.config.on_trace_ready(profiler)
         else:
-            profiler.export_chrome_trace(self.config.path(self._worker))
+            profiler.export_chrome_trace(str(self.config.get_save_path(self._worker)))
 
     def _start(self) -> None:
-        available = [name for name in self.config.activities if name == "cpu" or torch.cuda.is_available()]
         self._profiler = torch.profiler.profile(
-            activities=[ACTIVITIES[name] for name in available],
+            activities=self.config.get_activities(),
             record_shapes=self.config.record_shapes,
             profile_memory=self.config.profile_memory,
             with_stack=self.config.with_stack,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -43,6 +43,7 @@ class RemoteControl(BaseCollector):
     _numbers: dict[int, int]
     _next_number: int
     _seed: tuple[int, bool] | None
+    _worker_pre_hook: Callable[[], Any] | None
     _worker_hook: Hook | None
     _last_state: dict[str, Any] | None
 
@@ -229,22 +230,35 @@ class RemoteControl(BaseCollector):
         kwargs = [{}] * len(list_of_args) if list_of_kwargs is None else list_of_kwargs
         if not len(list_of_args) == len(kwargs) == self.num_workers:
             raise ValueError(
-                f"map_fn needs arguments for each of {self.num_workers} workers, got {len(list_of_args)} sets of "
-                f"arguments and {len(kwargs)} of keyword arguments."
+                f"Expected {self.num_workers} argument entries, one for each of {self.num_workers} workers, got "
+                f"{len(list_of_args)} in list_of_args and {len(kwargs)} in list_of_kwargs."
             )
         self._must_be_open()
         calls = {index: (tuple(list_of_args[index]), dict(kwargs[index])) for index in self._workers.indices}
         return list(self._workers.ask_each(name, calls).values())
 
     @property
-    def pre_collect_hook(self) -> Any:
-        """Called in the workers before every rollout."""
-        return self.config.pre_collect_hook
+    def pre_collect_hook(self) -> Callable[[], Any] | None:
+        """Called in the workers before every rollout; may be replaced."""
+        return self._worker_pre_hook
+
+    @pre_collect_hook.setter
+    def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
+        self.set_pre_collect_hook(hook)
 
     @property
     def post_collect_hook(self) -> Hook | None:
-        """Called in the workers with every batch of theirs."""
+        """Called in the workers with every batch of theirs; may be replaced."""
         return self._worker_hook
+
+    @post_collect_hook.setter
+    def post_collect_hook(self, hook: Hook | None) -> None:
+        self.set_post_collect_hook(hook)
+
+    def set_pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
+        """Replace the hook that workers call before every rollout."""
+        self._ask("set_pre_collect_hook", hook)
+        self._worker_pre_hook = hook
 
     def set_post_collect_hook(self, hook: Hook | None) -> None:
         """Replace the hook that workers call with every batch."""
@@ -254,7 +268,7 @@ class RemoteControl(BaseCollector):
     def enable_profile(self, **options: Any) -> None:
         """Trace the first rollouts of the chosen workers; see `ProfileConfig` for the options."""
         if self._iterating:
-            raise RuntimeError("enable_profile must be called before the first batch is collected.")
+            raise RuntimeError("Cannot enable profiling after iteration has begun: call it before the first batch.")
         self._ask("enable_profile", kwargs=options)
 
     def disable_profile(self) -> None:

@@ -9,9 +9,9 @@ import torch
 from gymnasium import spaces as gs
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torchrl import modules as peer_modules
 from torchrl.envs import EnvBase as PeerEnv
 from torchrl.envs.utils import step_mdp
-from torchrl.modules import RandomPolicy, set_exploration_modules_spec_from_env
 
 from swath.envs.base import EnvBase
 from swath.envs.rows import Leaf, Rows
@@ -94,10 +94,10 @@ class TorchRLEnv(EnvBase):
 
     def introduce_to(self, policy: Any) -> None:
         """TorchRL's random policy and its noise may be made without a spec, to take that of the env's actions."""
-        if isinstance(policy, RandomPolicy):
+        if hasattr(policy, "set_action_spec_from_env"):
             policy.set_action_spec_from_env(self.env)
-        elif isinstance(policy, nn.Module):
-            set_exploration_modules_spec_from_env(policy, self.env)
+        elif isinstance(policy, nn.Module) and hasattr(peer_modules, "set_exploration_modules_spec_from_env"):
+            peer_modules.set_exploration_modules_spec_from_env(policy, self.env)  # not in older versions
 
     def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
         """Reset all lanes, or by mask those of `lanes`."""
@@ -119,10 +119,10 @@ class TorchRLEnv(EnvBase):
         answer = stepped.get(NEXT)
         self._write(answer, out)
         out.put(REWARD, answer.get(REWARD), repr(self))
-        done = answer.get(DONE)
-        truncated = answer.get(TRUNCATED, torch.zeros_like(done))
+        done = answer.get(DONE).bool()  # specs may declare flags as numbers, which TorchRL takes for True or False
+        truncated = answer.get(TRUNCATED, torch.zeros_like(done)).bool()
         out.put(TRUNCATED, truncated, repr(self))
-        out.put(TERMINATED, answer.get(TERMINATED, done & ~truncated), repr(self))
+        out.put(TERMINATED, answer.get(TERMINATED, done & ~truncated).bool(), repr(self))
         self._root = step_mdp(stepped)
         return bool(done.any())
 

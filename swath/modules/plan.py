@@ -45,7 +45,9 @@ class Planner:
         self._present = present
         self._outputs = outputs
         self._device = device
-        self._fast = fast and device is None
+        """What TensorDicts for the policy name as their device."""
+        self._away = None if device == probe.place else device
+        self._fast = fast and self._away is None
 
     def plan(self, policy: Any) -> Plan:
         """A plan for `policy` as it is now."""
@@ -86,7 +88,7 @@ class Planner:
                 return sampling
         if type(part) is TensorDictModule and writes.are_tensors and all(key in known for key in in_keys):
             quick = self._quick(part, in_keys, arrays)
-            return quick or TorchStage(part, [known[key] for key in in_keys], self._outputs, self._device)
+            return quick or TorchStage(part, [known[key] for key in in_keys], self._outputs, self._away)
         return TensorDictStage(part, self._present.tensors, made, self._outputs, writes.leaves, self._device)
 
     def _quick(self, part: TensorDictModule, in_keys: list[Key], arrays: dict[Key, np.ndarray]) -> Stage | None:

@@ -111,7 +111,7 @@ class PolicyRunner:
             policy: what `as_policy` returned.
             env: the env that it acts in.
             present: rows of what the policy may see; entries that only it asks for are added.
-            device: where the policy computes, if not where the rows lie.
+            device: where the policy computes, as its TensorDicts will say; None is where the rows lie.
             fast: whether known modules may be run by their array forms.
             opaque: whether to call the policy as it is, without looking inside.
         """

@@ -160,7 +160,7 @@ class Probe:
             )
         if value.dtype is torch.bfloat16:  # numpy has no such type
             value = value.float()
-        return value.detach().to(self._place).clone(memory_format=torch.contiguous_format)
+        return value.detach().to(self.place).clone(memory_format=torch.contiguous_format)
 
     def _must_act(self) -> None:
         names = [_name(key) for key in self.visible]
@@ -172,11 +172,12 @@ class Probe:
                 )
 
     @property
-    def _place(self) -> torch.device:
+    def place(self) -> torch.device:
+        """Where the rows lie."""
         return next(iter(self._present.tensors.values())).device
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(*self._present.batch_size, *shape, dtype=dtype, device=self._place)
+        return torch.zeros(*self._present.batch_size, *shape, dtype=dtype, device=self.place)
 
 
 def _keys_of(policy: Any, attribute: str) -> list[Key]:

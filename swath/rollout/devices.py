@@ -27,11 +27,6 @@ class Devices:
             storing_device = env_device
         return Devices(env_device, policy_device, storing_device)
 
-    def away_from(self, place: torch.device | None) -> torch.device | None:
-        """The policy's device, if it is not `place` (None: the CPU)."""
-        here = place or torch.device("cpu")
-        return self.policy if self.policy is not None and self.policy != here else None
-
 
 def as_device(name: str, given: Any) -> torch.device | None:
     """`given` as a device with an index, or an error that names the argument."""

@@ -221,6 +221,7 @@ WRONG: dict[str, list[Any]] = {
     "set_truncated": [None, 1],
     "interruptor": [5, object(), lambda: True],
     "return_same_td": [None, 1],
+    "auto_register_policy_transforms": [1, "yes"],
     "use_buffers": [1, "yes"],
     "trust_policy": [1, "yes"],
     "compile_policy": [1, "inductor"],

@@ -419,6 +419,13 @@ def test_return_same_td_gives_a_shorter_batch_as_it_is(make: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [None, True, False])
+def test_auto_register_policy_transforms_makes_no_difference(make: Any, value: bool | None) -> None:
+    """For what it does elsewhere, see tests/interop: a recurrent policy has its state with any of these."""
+    first, second = list(make(auto_register_policy_transforms=value, total_frames=20))
+    assert_frames_belong(torch.cat([first, second]))
+
+
+@pytest.mark.parametrize("value", [None, True, False])
 def test_use_buffers_makes_no_difference(make: Any, value: bool | None) -> None:
     first, second = list(make(use_buffers=value, total_frames=20))
     assert_frames_belong(torch.cat([first, second]))

@@ -106,7 +106,7 @@ def test_map_fn(collector: Collector) -> None:
     assert collector.map_fn("getattr_env", [("num_lanes",), ("is_closed",)]) == [2, False]
     assert collector.map_fn("env.set_seed", [(1,), (2,)], [{"static_seed": True}] * 2) == [1, 2]
     assert collector.map_fn("stats", []) == []
-    with pytest.raises(ValueError, match="2 sets of arguments and 1 of keyword"):
+    with pytest.raises(ValueError, match="same length, got 2 and 1"):
         collector.map_fn("env.set_seed", [(1,), (2,)], [{}])
     with pytest.raises(AttributeError, match=r"'env.num_lanes' is 2, which cannot be called"):
         collector.map_fn("env.num_lanes", [()])
