@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import random
 import signal
@@ -10,7 +11,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from swath.runtime.channel import Channel, ChannelClosedError
@@ -28,6 +29,8 @@ class Surroundings:
     directory: str
     path: list[str]
     argv: list[str]
+    authkey: bytes = field(repr=False)
+    """With which `multiprocessing` knows its own: without it, proxies of a Manager could not be used."""
     threads: int = 1
     """For torch."""
     warns_itself: bool = False
@@ -107,6 +110,7 @@ def _enter(surroundings: Surroundings, channel: Channel) -> None:
     os.environ.update(surroundings.environ)
     sys.path[:] = surroundings.path
     sys.argv[:] = surroundings.argv
+    multiprocessing.current_process().authkey = surroundings.authkey
     if os.path.isdir(surroundings.directory):
         os.chdir(surroundings.directory)
     _forward_warnings(channel, surroundings.warns_itself)

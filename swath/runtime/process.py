@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import select
 import signal
@@ -106,7 +107,10 @@ def start(target: Target, method: str = "forkserver", threads: int = 1, warns_it
         raise ValueError(f"The start method must be one of {METHODS}, got {method!r}.")
     channel, end = Channel.pair()
     process = _forked(channel, end) if method == "fork" else _served(channel, end, method)
-    surroundings = Surroundings(dict(os.environ), _here(), list(sys.path), list(sys.argv), threads, warns_itself)
+    authkey = bytes(multiprocessing.current_process().authkey)
+    surroundings = Surroundings(
+        dict(os.environ), _here(), list(sys.path), list(sys.argv), authkey, threads, warns_itself
+    )
     try:
         process.channel.send(Begin(surroundings))
         process.channel.send_packed(packed)

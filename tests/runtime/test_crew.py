@@ -1,6 +1,7 @@
 """Crews: processes that are hired, waited for, die, hang and are ended."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import stat
@@ -265,6 +266,21 @@ def test_memory_goes_along_with_the_task(hire: Hire) -> None:
     crew = hire(write)
     assert hear(crew, 1) == [(0, "done")]
     assert (block.array((8,), "int64") == 9).all()
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_a_worker_may_use_what_a_manager_of_the_parent_offers(hire: Hire, method: str) -> None:
+    with multiprocessing.get_context("fork").Manager() as manager:
+        offered = manager.dict()
+
+        def write(channel: Channel) -> None:
+            offered["written by"] = os.getpid()
+            channel.send("done")
+            channel.receive()
+
+        crew = hire(write, method=method)
+        assert hear(crew, 1) == [(0, "done")]
+        assert offered["written by"] == crew.processes[0].pid
 
 
 def test_a_worker_has_no_sockets_of_others(hire: Hire) -> None:
