@@ -268,19 +268,26 @@ def test_memory_goes_along_with_the_task(hire: Hire) -> None:
     assert (block.array((8,), "int64") == 9).all()
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
-def test_a_worker_may_use_what_a_manager_of_the_parent_offers(hire: Hire, method: str) -> None:
+@pytest.fixture
+def manager() -> Iterator[Any]:
     with multiprocessing.get_context("fork").Manager() as manager:
-        offered = manager.dict()
+        manager.dict()["connected"] = True  # from now on there is a connection, which stays
+        start(echo, "spawn").channel.close()  # as does the server of processes that are spawned
+        yield manager
 
-        def write(channel: Channel) -> None:
-            offered["written by"] = os.getpid()
-            channel.send("done")
-            channel.receive()
 
-        crew = hire(write, method=method)
-        assert hear(crew, 1) == [(0, "done")]
-        assert offered["written by"] == crew.processes[0].pid
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_a_worker_may_use_what_a_manager_of_the_parent_offers(manager: Any, hire: Hire, method: str) -> None:
+    offered = manager.dict()
+
+    def write(channel: Channel) -> None:
+        offered["written by"] = os.getpid()
+        channel.send("done")
+        channel.receive()
+
+    crew = hire(write, method=method)
+    assert hear(crew, 1) == [(0, "done")]
+    assert offered["written by"] == crew.processes[0].pid
 
 
 def test_a_worker_has_no_sockets_of_others(hire: Hire) -> None:
