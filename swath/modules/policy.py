@@ -45,7 +45,9 @@ def as_policy(policy: Any, env: EnvBase) -> Any:
     in_keys = _arguments(policy, env)
     if in_keys is None:
         return policy
-    return TensorDictModule(policy, in_keys=in_keys, out_keys=env.action_keys)
+    wrapped = TensorDictModule(policy, in_keys=in_keys, out_keys=env.action_keys)
+    wrapped.names_results = True  # see `Probe`
+    return wrapped
 
 
 def _arguments(policy: Callable[..., Any], env: EnvBase) -> list[Key] | None:

@@ -138,6 +138,8 @@ class Probe:
             try:
                 answer = ask(self._policy, request)
             except Exception as error:
+                if self._names_more():
+                    return self._call()
                 seen = ", ".join(f"{_name(k)} {v.dtype} {list(v.shape)}" for k, v in inputs.items())
                 annotate(error, f"Raised by the policy's first call, in {self._env!r}, with {seen}. {DTYPES}")
                 raise
@@ -161,6 +163,22 @@ class Probe:
         if value.dtype is torch.bfloat16:  # numpy has no such type
             value = value.float()
         return value.detach().to(self.place).clone(memory_format=torch.contiguous_format)
+
+    def _names_more(self) -> bool:
+        """Whether a plain policy returns more than the action; the others are called output1, output2 and so on."""
+        if not getattr(self._policy, "names_results", False):
+            return False
+        self._policy.names_results = False
+        inputs = [self._present.tensors[key].clone().to(self._device) for key in _keys_of(self._policy, "in_keys")]
+        try:
+            results = self._policy.module(*inputs)
+        except Exception:
+            return False
+        named = len(self._policy.out_keys)
+        if not isinstance(results, tuple) or len(results) <= named:
+            return False
+        self._policy.out_keys = [*self._policy.out_keys, *(f"output{i + 1}" for i in range(len(results) - named))]
+        return True
 
     def _must_act(self) -> None:
         names = [_name(key) for key in self.visible]

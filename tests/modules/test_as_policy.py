@@ -90,6 +90,23 @@ def test_what_follows_tensordicts_convention_is_not_wrapped() -> None:
     assert as_policy(policy, WaveEnv(DISCRETE, NESTED)) is policy
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_what_is_returned_beside_the_action_is_numbered(fast: bool) -> None:
+    calls = []
+
+    def policy(observation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        calls.append(len(observation))
+        scores = observation[..., :CHOICES]
+        return scores, 2 * scores, scores.sum(-1)
+
+    batch = next(iter(Collector(WaveEnv(), policy, frames_per_batch=18, fast_policy=fast)))
+    assert torch.equal(batch["output1"], 2 * batch["action"])
+    assert torch.equal(batch["output2"], batch["action"].sum(-1))
+    assert len(calls) == 3 + 18 // len(batch), (
+        "one call that fails, one that tells how many there are, one that is right"
+    )
+
+
 def test_several_actions_are_a_tuple() -> None:
     batch = collect(lambda observation: (observation[..., :2], observation[..., :CHOICES]), WaveEnv(MIXED))
     assert batch["push"].shape == (3, 6, 2)
@@ -165,7 +182,8 @@ def test_a_result_that_does_not_fit_the_lanes() -> None:
 
 
 def test_too_many_or_too_few_results() -> None:
-    refuse(lambda observation: (observation, observation), "more tensors", kind=RuntimeError)
+    policy = TensorDictModule(lambda x: (x, x), in_keys=["observation"], out_keys=["action"])
+    refuse(policy, "more tensors", kind=RuntimeError)  # it has said what it writes; a plain function has not
     policy = TensorDictModule(lambda x: x[..., :3], in_keys=["observation"], out_keys=["action", "value"])
     refuse(policy, "more out_keys", kind=RuntimeError)
 
