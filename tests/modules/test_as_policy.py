@@ -102,9 +102,7 @@ def test_what_is_returned_beside_the_action_is_numbered(fast: bool) -> None:
     batch = next(iter(Collector(WaveEnv(), policy, frames_per_batch=18, fast_policy=fast)))
     assert torch.equal(batch["output1"], 2 * batch["action"])
     assert torch.equal(batch["output2"], batch["action"].sum(-1))
-    assert len(calls) == 3 + 18 // len(batch), (
-        "one call that fails, one that tells how many there are, one that is right"
-    )
+    assert len(calls) == 3 + 18 // len(batch), "one fails, one tells how many results there are, one is right"
 
 
 def test_several_actions_are_a_tuple() -> None:
