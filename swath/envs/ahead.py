@@ -37,6 +37,8 @@ class Beginnings:
         """Take `kept`, which has the `leaves_of_beginnings`."""
         self._out = out
         self._ready = kept.arrays[READY]
+        self._were_made = False
+        """Whether some may be left of the last step; known to the side that makes them."""
         self._kept = {key: array for key, array in kept.arrays.items() if key != READY}
 
     def make(self, env: EnvBase) -> None:
@@ -48,14 +50,15 @@ class Beginnings:
             env.reset_into(ended.tolist(), self._out)
             for key, kept in self._kept.items():
                 kept[ended] = arrays[key][ended]
-            self._ready[ended] = True
+            self._ready[ended] = self._were_made = True
         finally:
             for array, values in final:
                 array[ended] = values
 
     def drop(self) -> None:
         """Forget them: they were passed over."""
-        self._ready[:] = False
+        if self._were_made:
+            self._ready[:] = self._were_made = False
 
     def hand_out(self, lanes: Sequence[int], out: Rows) -> Sequence[int]:
         """Write those of `lanes` that there are into `out`; returns the lanes that have none."""

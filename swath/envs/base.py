@@ -252,27 +252,26 @@ class EnvBase:
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDict]:
         """Step, and give also what the next step begins from: finished lanes are reset there."""
         out = self._out(restarts=True)
-        answer = self._step_on(tensordict, out)
+        answer, finished = self._step_on(tensordict, out)
         seen = {key: answer[key] for key in self.observation_keys}
-        ended = answer[DONE].view(-1).nonzero().view(-1).tolist()
-        if ended:
-            self.reset_into(ended, out)
+        if finished:
+            self.reset_into(answer[DONE].view(-1).nonzero().view(-1).tolist(), out)
             seen = {key: out.tensors[key].clone() for key in seen}
         return tensordict, self._td(seen | self._no_flags())
 
-    def _step_on(self, tensordict: TensorDictBase, out: Rows) -> dict[Key, Tensor]:
-        """Step with the actions in `tensordict`; what is written to its "next"."""
+    def _step_on(self, tensordict: TensorDictBase, out: Rows) -> tuple[dict[Key, Tensor], bool]:
+        """Step with the actions in `tensordict`; what is written to its "next", and whether any lane has finished."""
         self.must_be_open()
         self.stepped_by = SURFACE
         action = self._take_actions(tensordict)
         for key in self.observation_keys:
             if (seen := tensordict.get(key, None)) is not None:
                 out.put(key, seen, "The TensorDict given to step")
-        self.step_into(action, out)
+        finished = self.step_into(action, out)
         answer = {key: out.tensors[key].clone() for key in self.out_leaves}
         answer[DONE] = answer[TERMINATED] | answer[TRUNCATED]
         tensordict.set(NEXT, self._td(answer))
-        return answer
+        return answer, finished
 
     def _root_after(self, stepped: TensorDictBase) -> TensorDict:
         after = stepped.get(NEXT)

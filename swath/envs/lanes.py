@@ -107,9 +107,9 @@ class GymLanes:
 
     def _bind_out(self, out: Rows) -> None:
         self._write = self._observations.lane_writer(out)
-        self._reward = out.arrays[REWARD].reshape(-1)
-        self._terminated = out.arrays[TERMINATED].reshape(-1)
-        self._truncated = out.arrays[TRUNCATED].reshape(-1)
+        self._reward = _numbers(out.arrays[REWARD])
+        self._terminated = _numbers(out.arrays[TERMINATED])
+        self._truncated = _numbers(out.arrays[TRUNCATED])
         self._bound_out = out
 
 
@@ -239,6 +239,12 @@ def lane_of(values: Any, lane: int) -> Any:
     if isinstance(values, tuple):
         return tuple(lane_of(value, lane) for value in values)
     return values[lane]
+
+
+def _numbers(array: np.ndarray) -> Any:
+    """`array`, to be written one by one: a memoryview does that in half the time, where it knows the dtype."""
+    flat = array.reshape(-1)
+    return memoryview(flat) if flat.dtype.char in "?fd" else flat
 
 
 def _number(reward: Any, lane: int) -> Any:

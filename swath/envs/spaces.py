@@ -171,6 +171,7 @@ class ObservationCodec:
         if isinstance(space, gs.MultiDiscrete):
             return _multi_discrete_writer(key, space, target, not self.categorical)
         shape, dtype = target.shape[1:], target.dtype
+        rows = [target[lane, ...] for lane in range(len(target))]  # to cut them each time takes longer than to write
 
         def write(lane: int, value: Any) -> None:
             if type(value) is not np.ndarray:
@@ -179,7 +180,7 @@ class ObservationCodec:
                 raise wrong_shape(key, shape, value.shape, f"The env of lane {lane}")
             if value.dtype != dtype:
                 value = _converted(value, dtype, key, lane)
-            target[lane] = value
+            rows[lane][...] = value
 
         return write
 
