@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset
 
-from swath.collectors.config import CollectorConfig, Hook
+from swath.collectors.config import CollectorConfig, Hook, check_kind
 from swath.collectors.profile import ProfileConfig, ProfilingHook
 from swath.collectors.progress import Progress
 from swath.collectors.utils import split_trajectories
@@ -274,10 +274,12 @@ class BaseCollector(IterableDataset[Any], ABC):
 
     def set_pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
         """Replace the hook that is called before every rollout."""
+        check_kind("pre_collect_hook", hook, "Callable | None")
         self._pre_hook = hook
 
     def set_post_collect_hook(self, hook: Hook | None) -> None:
         """Replace the hook that is called with every batch."""
+        check_kind("post_collect_hook", hook, "Hook | None")
         self._post_hook = hook
 
     def get_distant_attr(self, path: str) -> Any:

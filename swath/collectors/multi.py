@@ -249,7 +249,7 @@ class MultiCollector(RemoteControl):
         self._must_not_run()
         if self.config.replay_buffer is not None:
             return self._fills()
-        return map(self._finished, map(self._taken, self._raw_batches()))
+        return (self._finished(self._taken(batch)) for batch in self._raw_batches())
 
     def _delivered(self) -> Iterator[TensorDictBase | None]:
         self._must_not_run()

@@ -157,6 +157,8 @@ class MultiConfig(CollectorConfig):
         frames = self._own("frames_per_batch", worker)
         if isinstance(frames, bool) or not isinstance(frames, Integral):
             raise TypeError(f"frames_per_batch must be a whole number, or a list of such, got {frames!r}.")
+        if frames < 1:
+            raise ValueError(f"frames_per_batch must be positive, got {frames}.")
         if self.sync and not isinstance(self.frames_per_batch, list | tuple):
             return -(-int(frames) // self.workers)
         return int(frames)

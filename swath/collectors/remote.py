@@ -12,7 +12,7 @@ from torch import nn
 
 from swath.collectors.base import BaseCollector
 from swath.collectors.board import SharedBudget
-from swath.collectors.config import Hook
+from swath.collectors.config import Hook, check_kind
 from swath.collectors.messages import Ready
 from swath.collectors.multi_config import MultiConfig
 from swath.collectors.workers import Workers
@@ -257,11 +257,13 @@ class RemoteControl(BaseCollector):
 
     def set_pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
         """Replace the hook that workers call before every rollout."""
+        check_kind("pre_collect_hook", hook, "Callable | None")
         self._ask("set_pre_collect_hook", hook)
         self._worker_pre_hook = hook
 
     def set_post_collect_hook(self, hook: Hook | None) -> None:
         """Replace the hook that workers call with every batch."""
+        check_kind("post_collect_hook", hook, "Hook | None")
         self._ask("set_post_collect_hook", hook)
         self._worker_hook = hook
 

@@ -135,6 +135,8 @@ class Workers:
         self._numbers = itertools.count(1)
         self._pulse: dict[int, tuple[float, float]] = {}
         self._stalled: set[int] = set()
+        self._given_up: dict[int, str] = {}
+        """Why we have killed a worker ourselves, by its process id."""
         self.free: RunFree | None = None
         """What workers that run free were told."""
         self.spent: set[int] = set()
@@ -371,7 +373,8 @@ class Workers:
                 pid = self._crew.processes[index].pid
                 self._fail(index, failure.error(f"Raised in worker {index} (pid {pid}) of {self.name} while {doing}."))
             case Died():
-                self._fail(index, self._crew.death(index, message, self._doing(index)))
+                cause = self._given_up.pop(self._crew.processes[index].pid, "")
+                self._fail(index, self._crew.death(index, message, self._doing(index), cause))
             case _:
                 raise TypeError(f"Nobody knows what to do with {message!r} of worker {index}.")
 
@@ -404,15 +407,18 @@ class Workers:
                 self._stalled.add(index)
                 state = "a step or a call takes long" if index in self.ready else "it is making its env and policy"
                 state = "it is stopped (SIGSTOP or a debugger)" if process.is_stopped else state
+                end = self.config.stall_timeout_s
+                outlook = "Waiting goes on" if end is None else f"It is killed after stall_timeout_s={end:g}"
                 warnings.warn(
                     f"Worker {index} (pid {process.pid}) of {self.name} has made no step for {now - since:.0f} s: "
-                    f"{state}. Waiting goes on; stall_warning_s={self.config.stall_warning_s:g} says when to warn.",
+                    f"{state}. {outlook}; stall_warning_s={self.config.stall_warning_s:g} says when to warn.",
                     StallWarning,
                     stacklevel=4,
                 )
             limit = self.config.stall_timeout_s
             if is_busy and limit is not None and now - self._pulse.get(index, (beats, now))[1] > limit:
                 process.signal(signal.SIGKILL)  # its end will be seen to as any other
+                self._given_up[process.pid] = f"It had made no step for stall_timeout_s={limit:g} seconds."
 
     # -- failures ----------------------------------------------------------------------------------------------
 

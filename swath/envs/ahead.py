@@ -1,14 +1,15 @@
 """Beginnings: the first observations of episodes that workers have begun before they were asked to.
 
 NOTE [Resets ahead]: a reset costs a round of its own. With many lanes and short episodes that would be every second or
-third step. But a collector resets each lane that has finished before it steps it again, always, and says so when it
-asks for its rows. A worker that steps on such rows resets a lane in the round in which it finishes: it hands out the
+third step. But a collector resets each lane that has finished before it steps it again, always, and says so in its rows
+(`Rows.restarts`). A worker that steps on such rows resets a lane in the round in which it finishes: it hands out the
 final observation as ever, and puts the first one of the next episode aside, in memory that both sides map. To reset
 the lane is then to copy it from there.
 
 Whoever steps the env sees no difference. What is raised by a reset that was made ahead is kept until the reset is asked
 for. Seeds that come before that, and a step without a reset, make an unused beginning void; then the env has been
-reset once more than it would have been otherwise.
+reset once more than it would have been otherwise. Envs with several lanes and one random generator are not reset ahead:
+with which other lanes a lane is reset decides what they draw.
 """
 
 from __future__ import annotations
@@ -43,8 +44,7 @@ class Beginnings:
 
     def make(self, env: EnvBase) -> None:
         """Reset the lanes that have finished in `env`, whose rows `out` stay as they are."""
-        arrays = self._out.arrays
-        ended = np.flatnonzero(arrays[TERMINATED] | arrays[TRUNCATED])
+        arrays, ended = self._out.arrays, self.ended()
         final = [(array, array[ended]) for array in arrays.values()]
         try:
             env.reset_into(ended.tolist(), self._out)
@@ -55,6 +55,10 @@ class Beginnings:
             for array, values in final:
                 array[ended] = values
 
+    def ended(self) -> np.ndarray:
+        """The lanes that have finished."""
+        return np.flatnonzero(self._out.arrays[TERMINATED] | self._out.arrays[TRUNCATED])
+
     def drop(self) -> None:
         """Forget them: they were passed over."""
         if self._were_made:
@@ -62,11 +66,11 @@ class Beginnings:
 
     def hand_out(self, lanes: Sequence[int], out: Rows) -> Sequence[int]:
         """Write those of `lanes` that there are into `out`; returns the lanes that have none."""
-        ready = self._ready
-        begun = [lane for lane in lanes if ready[lane]]
+        begun = [lane for lane in lanes if self._ready[lane]]
         if not begun:
             return lanes
+        others = [] if len(begun) == len(lanes) else [lane for lane in lanes if not self._ready[lane]]
         for key, kept in self._kept.items():
             out.arrays[key][begun] = kept[begun]
-        ready[begun] = False
-        return [lane for lane in lanes if lane not in begun]
+        self._ready[begun] = False
+        return others

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from gymnasium import spaces as gs
 from tensordict import TensorDict, TensorDictBase
@@ -84,7 +85,7 @@ class EnvBase:
         self._seed: int | None = None
         self._generator: torch.Generator | None = None
         self._action_rows: Rows | None = None
-        self._out_rows: dict[bool, Rows] = {}
+        self._out_rows: Rows | None = None
 
     # -- what there is -----------------------------------------------------------------------------------------
 
@@ -138,11 +139,8 @@ class EnvBase:
 
     # -- the array path ----------------------------------------------------------------------------------------
 
-    def new_out_rows(self, *, restarts: bool = False) -> Rows:
-        """Rows for `reset_into` and `step_into` to write into, where the env does so with the least effort.
-
-        `restarts` is a promise: with these rows, every lane that finishes is reset before it is stepped again.
-        """
+    def new_out_rows(self) -> Rows:
+        """Rows for `reset_into` and `step_into` to write into, where the env does so with the least effort."""
         return Rows(self.out_leaves, self.batch_size, self.rows_device)
 
     def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
@@ -160,7 +158,7 @@ class EnvBase:
         answer = self._reset(request)
         for key in self.observation_keys:
             target = out.tensors[key]
-            value = self._answered(answer, key, target, "_reset").to(target)
+            value = self._answered(answer, key, target, "_reset").detach().to(target)
             flat = (self.num_lanes, *target.shape[len(self.batch_size) :])
             target.view(flat)[index] = value.reshape(flat)[index]
 
@@ -171,7 +169,7 @@ class EnvBase:
         answer = self._step(TensorDict(nest(given), batch_size=self.batch_size))
         for key in (*self.observation_keys, REWARD):
             target = out.tensors[key]
-            target.copy_(self._answered(answer, key, target, "_step"))
+            target.copy_(self._answered(answer, key, target, "_step").detach())
         for key, flag in zip((TERMINATED, TRUNCATED), self._ends(answer, out), strict=True):
             out.tensors[key].copy_(flag)
         return bool((out.tensors[TERMINATED] | out.tensors[TRUNCATED]).any())
@@ -242,36 +240,32 @@ class EnvBase:
                     out.put(key, kept, "The TensorDict given to reset")
         if lanes:
             self.reset_into(lanes, out)
-        return self._td({**{k: out.tensors[k].clone() for k in self.observation_keys}, **self._no_flags()})
+        return self._td({**{k: out.copy(k) for k in self.observation_keys}, **self._no_flags()})
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Step with the actions in `tensordict`; what happened is written to `tensordict["next"]`."""
-        self._step_on(tensordict, self._out())
-        return tensordict
-
-    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDict]:
-        """Step, and give also what the next step begins from: finished lanes are reset there."""
-        out = self._out(restarts=True)
-        answer, finished = self._step_on(tensordict, out)
-        seen = {key: answer[key] for key in self.observation_keys}
-        if finished:
-            self.reset_into(answer[DONE].view(-1).nonzero().view(-1).tolist(), out)
-            seen = {key: out.tensors[key].clone() for key in seen}
-        return tensordict, self._td(seen | self._no_flags())
-
-    def _step_on(self, tensordict: TensorDictBase, out: Rows) -> tuple[dict[Key, Tensor], bool]:
-        """Step with the actions in `tensordict`; what is written to its "next", and whether any lane has finished."""
         self.must_be_open()
         self.stepped_by = SURFACE
+        out = self._out()
         action = self._take_actions(tensordict)
         for key in self.observation_keys:
             if (seen := tensordict.get(key, None)) is not None:
                 out.put(key, seen, "The TensorDict given to step")
-        finished = self.step_into(action, out)
-        answer = {key: out.tensors[key].clone() for key in self.out_leaves}
+        self.step_into(action, out)
+        answer = {key: out.copy(key) for key in self.out_leaves}
         answer[DONE] = answer[TERMINATED] | answer[TRUNCATED]
         tensordict.set(NEXT, self._td(answer))
-        return answer, finished
+        return tensordict
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDict]:
+        """Step, and give also what the next step begins from: finished lanes are reset there."""
+        out = self._out()
+        out.restarts = True
+        try:
+            stepped = self.step(tensordict)
+        finally:
+            out.restarts = False
+        return stepped, self._root_after(stepped)
 
     def _root_after(self, stepped: TensorDictBase) -> TensorDict:
         after = stepped.get(NEXT)
@@ -401,10 +395,10 @@ class EnvBase:
         if self.is_closed:
             raise ClosedError(f"{self!r} is closed; make a new one.")
 
-    def _out(self, *, restarts: bool = False) -> Rows:
-        if restarts not in self._out_rows:
-            self._out_rows[restarts] = self.new_out_rows(restarts=restarts)
-        return self._out_rows[restarts]
+    def _out(self) -> Rows:
+        if self._out_rows is None:
+            self._out_rows = self.new_out_rows()
+        return self._out_rows
 
     def _take_actions(self, tensordict: TensorDictBase) -> Rows:
         """The actions in `tensordict` as rows; new rows only when their shape or dtype changes."""
@@ -429,8 +423,10 @@ class EnvBase:
         return torch.zeros((*self.batch_size, *leaf.shape), dtype=leaf.dtype, device=self.device)
 
     def _no_flags(self) -> dict[Key, Tensor]:
-        zeros = torch.zeros((len(FLAGS), *self.batch_size, *FLAG.shape), dtype=FLAG.dtype, device=self.device)
-        return dict(zip(FLAGS, zeros.unbind(), strict=True))
+        shape = (*self.batch_size, *FLAG.shape)
+        if self.device is not None and self.device != CPU:
+            return {key: torch.zeros(shape, dtype=FLAG.dtype, device=self.device) for key in FLAGS}
+        return {key: torch.from_numpy(np.zeros(shape, bool)) for key in FLAGS}
 
     def _td(self, entries: dict[Key, Any]) -> TensorDict:
         """A TensorDict of `entries`, all of which come from rows."""

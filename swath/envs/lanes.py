@@ -244,7 +244,7 @@ def lane_of(values: Any, lane: int) -> Any:
 def _numbers(array: np.ndarray) -> Any:
     """`array`, to be written one by one: a memoryview does that in half the time, where it knows the dtype."""
     flat = array.reshape(-1)
-    return memoryview(flat) if flat.dtype.char in "?fd" else flat
+    return memoryview(flat) if flat.dtype.char in "?fd" else flat  # type: ignore[arg-type]
 
 
 def _number(reward: Any, lane: int) -> Any:

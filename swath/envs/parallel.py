@@ -19,6 +19,7 @@ What an interrupt leaves unfinished is awaited before anything new is begun.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +32,19 @@ from swath.envs.ahead import Beginnings, leaves_of_beginnings
 from swath.envs.base import EnvBase
 from swath.envs.layout import Layout, must_agree
 from swath.envs.parallel_crew import LAST_S, STALL_S, EnvCrew
-from swath.envs.parallel_worker import BEGIN, FINISHED, MARKS, STEP, Call, EnvWorker, Get, Seed, TakeActions, TakeOut
+from swath.envs.parallel_worker import (
+    BEGIN,
+    FINISHED,
+    MARKS,
+    STEP,
+    STEP_AND_BEGIN,
+    Call,
+    EnvWorker,
+    Get,
+    Seed,
+    TakeActions,
+    TakeOut,
+)
 from swath.envs.registry import Registered
 from swath.envs.rows import Leaf, Rows
 from swath.envs.serial import EnvFactory, SerialEnv, one_each
@@ -125,6 +138,8 @@ class ParallelEnv(EnvBase):
         kwargs = one_each("create_env_kwargs", create_env_kwargs or {}, num_workers)
         for name, count in (("envs_per_worker", envs_per_worker), ("num_sub_threads", num_sub_threads)):
             _check_count(name, count)
+        self._turn = threading.RLock()
+        """Workers do one thing at a time; what is asked in another thread, of an env that is collected from, waits."""
         self._shutdown_timeout = _seconds("shutdown_timeout", shutdown_timeout)
         if num_threads is not None:
             _check_count("num_threads", num_threads)
@@ -196,13 +211,11 @@ class ParallelEnv(EnvBase):
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def new_out_rows(self, *, restarts: bool = False) -> Rows:
+    def new_out_rows(self) -> Rows:
         """Rows that the workers write into themselves."""
         self.must_be_open()
         shared = SharedRows.allocate(self.out_leaves, self.batch_size)
-        ahead = None
-        if restarts:
-            ahead = SharedRows.allocate(leaves_of_beginnings(self.observations.leaves), self.batch_size)
+        ahead = SharedRows.allocate(leaves_of_beginnings(self.observations.leaves), self.batch_size)
         rows, kept = shared.rows(), tuple(known.number for known in self._known.values())
         self._given += 1
         self._ask_all(TakeOut(self._given, shared, ahead, kept), "taking new rows of")
@@ -215,7 +228,7 @@ class ParallelEnv(EnvBase):
         if known is None:
             return False
         self._bound_out, self._out_number = out, known.number
-        self._beginnings = None if known.beginnings is None else Beginnings(known.beginnings.rows(), out)
+        self._beginnings = Beginnings(known.beginnings.rows(), out)
         return True
 
     def _share_actions(self, leaves: dict[Key, Leaf]) -> None:
@@ -237,17 +250,22 @@ class ParallelEnv(EnvBase):
 
     def step_into(self, action: Rows, out: Rows) -> bool:
         """Step all envs at once."""
-        self._crew.settle()
-        if out is not self._bound_out and not self._bind_out(out):
-            return self._through_mirror(out, lambda mirror: self.step_into(action, mirror))
-        if action is not self._bound_action:
-            self._bind_action(action)
-        for ours, given in self._copies:
-            np.copyto(ours, given)
-        return self._round("stepping", STEP) == FINISHED
+        with self._turn:
+            self._crew.settle()
+            if out is not self._bound_out and not self._bind_out(out):
+                return self._through_mirror(out, lambda mirror: self.step_into(action, mirror))
+            if action is not self._bound_action:
+                self._bind_action(action)
+            for ours, given in self._copies:
+                np.copyto(ours, given)
+            return self._round("stepping", STEP_AND_BEGIN if out.restarts else STEP) == FINISHED
 
     def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
         """Begin new episodes in `lanes`, in those workers that have any of them."""
+        with self._turn:
+            self._reset_into(lanes, out)
+
+    def _reset_into(self, lanes: Sequence[int], out: Rows) -> None:
         self._crew.settle()
         if out is not self._bound_out and not self._bind_out(out):
             self._through_mirror(out, lambda mirror: self.reset_into(lanes, mirror))
@@ -274,10 +292,11 @@ class ParallelEnv(EnvBase):
             self.is_closed = self._crew.is_closed
 
     def _ask(self, requests: Sequence[Any], doing: str) -> list[Any]:
-        try:
-            return self._crew.ask(requests, doing)
-        finally:
-            self.is_closed = self._crew.is_closed
+        with self._turn:
+            try:
+                return self._crew.ask(requests, doing)
+            finally:
+                self.is_closed = self._crew.is_closed
 
     def _ask_all(self, request: Any, doing: str) -> list[Any]:
         return self._ask([request] * len(self._crew.shares), doing)
@@ -314,8 +333,7 @@ class ParallelEnv(EnvBase):
         try:
             self._crew.close(self._shutdown_timeout)
         finally:  # rows keep their memory, and a descriptor; others may hold theirs for as long as they like
-            self._out_rows = {}
-            self._mirror = self._bound_out = self._bound_action = self._beginnings = None
+            self._out_rows = self._mirror = self._bound_out = self._bound_action = self._beginnings = None
             self._shared_action, self._copies = Rows({}), []
             self._marks = np.empty(0, bool)
 
@@ -326,10 +344,10 @@ class ParallelEnv(EnvBase):
 
 @dataclass(frozen=True)
 class Known:
-    """What the workers know of rows: their number, and where they put beginnings if there are any."""
+    """What the workers know of rows: their number, and where they put beginnings."""
 
     number: int
-    beginnings: SharedRows | None
+    beginnings: SharedRows
 
 
 def _check_names(given: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from swath.errors import annotate
 from swath.keys import RESET, Key
 from swath.runtime import Channel, Failure, Goodbye, Member, follow
 
-STEP, BEGIN = range(2)
+STEP, STEP_AND_BEGIN, BEGIN = range(3)
 """What a round is for; the first of its orders. The second is the number of the rows to write into."""
 GOING_ON, FINISHED, FAILED = range(3)
 """The outcomes of a round; the largest counts."""
@@ -39,14 +39,11 @@ class TakeActions:
 
 @dataclass(frozen=True)
 class TakeOut:
-    """Write into these rows when a round says `number`; forget all others but those of `kept`.
-
-    `beginnings` are there for those whose finished lanes will be reset for sure.
-    """
+    """Write into these rows when a round says `number`; forget all others but those of `kept`."""
 
     number: int
     rows: SharedRows
-    beginnings: SharedRows | None
+    beginnings: SharedRows
     kept: tuple[int, ...]
 
 
@@ -173,41 +170,47 @@ class Stepper:
     def __init__(self, envs: list[EnvBase], first: int) -> None:
         """Make one env of them."""
         self._env = Share(len(envs), envs)
+        self._lanes_are_apart = envs[0].num_lanes == 1 or self._env.is_merged
         self._start = first * envs[0].num_lanes
         self._stop = self._start + self._env.num_lanes
         self._outs: dict[int, Rows] = {}
         self._beginnings: dict[int, Beginnings] = {}
-        self._failed_ahead: Failed | None = None
-        """What went wrong in a reset that nobody has asked for yet."""
+        self._failed_ahead: tuple[Failed, np.ndarray] | None = None
+        """What went wrong in a reset that nobody has asked for yet, and the lanes that were to be reset."""
         self.failed: Failed | None = None
         """What went wrong last."""
 
     def take_part(self, what: int, rows: int) -> int:
         """Do our part of a round; the outcome."""
-        failed, self._failed_ahead = self._failed_ahead, None
         try:
-            if what == STEP:
-                return self._step(rows)
-            if failed is None:
+            if what != BEGIN:
+                return self._step(rows, ahead=what == STEP_AND_BEGIN)
+            self.failed = self._taken_failure()
+            if self.failed is None:
                 self._reset(rows)
         except Exception as error:
-            failed = Failed(Failure.of(error), self._env.failed)
-        if failed is None:
-            return GOING_ON
-        self.failed = failed
-        return FAILED
+            self.failed = Failed(Failure.of(error), self._env.failed)
+        return GOING_ON if self.failed is None else FAILED
 
-    def _step(self, rows: int) -> int:
+    def _step(self, rows: int, ahead: bool) -> int:
         """Step, and begin new episodes where old ones have ended if that is wanted: see NOTE [Resets ahead]."""
         self._drop_beginnings()
         if not self._env.step_into(self._action, self._outs[rows]):
             return GOING_ON
-        if rows in self._beginnings:
+        if ahead and self._lanes_are_apart:
             try:
                 self._beginnings[rows].make(self._env)
             except Exception as error:
-                self._failed_ahead = Failed(Failure.of(error), self._env.failed)
+                failed = Failed(Failure.of(error), self._env.failed)
+                self._failed_ahead = (failed, self._beginnings[rows].ended())
         return FINISHED
+
+    def _taken_failure(self) -> Failed | None:
+        """What was kept of a reset ahead, if it concerns a lane that shall be reset now."""
+        if self._failed_ahead is None or not self._marks[self._failed_ahead[1]].any():
+            return None
+        failed, self._failed_ahead = self._failed_ahead[0], None
+        return failed
 
     def _reset(self, rows: int) -> None:
         """Reset the lanes that are marked, unless they were reset ahead, with whatever rows."""
@@ -238,8 +241,7 @@ class Stepper:
                 self._outs = {key: out for key, out in self._outs.items() if key in kept}
                 self._beginnings = {key: known for key, known in self._beginnings.items() if key in kept}
                 self._outs[number] = self._part(rows)
-                if beginnings is not None:
-                    self._beginnings[number] = Beginnings(self._part(beginnings), self._outs[number])
+                self._beginnings[number] = Beginnings(self._part(beginnings), self._outs[number])
             case Seed(seeds):
                 self._env._set_seeds(seeds)
                 self._drop_beginnings()

@@ -47,6 +47,8 @@ class Rows:
         """Allocate zeros for all `leaves`."""
         self.batch_size = tuple(batch_size)
         self.lanes = math.prod(self.batch_size)
+        self.restarts = False
+        """A promise of whoever steps an env with these rows: finished lanes are reset before they are stepped again."""
         self.tensors: dict[Key, Tensor] = {}
         self.arrays: dict[Key, np.ndarray] = {}
         for key, leaf in leaves.items():
@@ -77,7 +79,16 @@ class Rows:
                 f"{where} gave {key!r} as {value.dtype}, but {target.dtype} was expected: the first call decides. "
                 "Give the same kind of numbers every time."
             )
-        target.copy_(value)
+        target.copy_(value.detach() if value.requires_grad else value)
+
+    def copy(self, key: Key) -> Tensor:
+        """A tensor of its own with what is in `key` now."""
+        tensor = self.tensors[key]
+        if key not in self.arrays:
+            return tensor.clone()
+        # By way of numpy, which asks less of the caches: they are cold while other processes use them.
+        array = self.arrays[key].copy()
+        return torch.from_numpy(array if array.shape == tensor.shape else array.reshape(tensor.shape))
 
     def part(self, start: int, stop: int, batch_size: tuple[int, ...]) -> Rows:
         """The rows of lanes `start` to `stop` as rows of their own over the same memory."""

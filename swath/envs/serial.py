@@ -57,6 +57,11 @@ class SerialEnv(EnvBase):
         self._bound_out: Rows | None = None
 
     @property
+    def is_merged(self) -> bool:
+        """Whether all lanes are gymnasium envs of their own, and stepped as one set."""
+        return self._lanes is not None
+
+    @property
     def rows_device(self) -> torch.device | None:
         """Where the envs themselves work."""
         return self.envs[0].rows_device

@@ -28,7 +28,8 @@ class Lanes:
         self.env = env
         self.count = env.num_lanes
         self.limit = limit
-        self.out = env.new_out_rows(restarts=True)
+        self.out = env.new_out_rows()
+        self.out.restarts = True
         if limit is not None and MASK in self.out.tensors:
             raise UnsupportedEnvError(
                 f"max_frames_per_traj={limit} cannot be kept to: {env!r} resets its lanes only by itself, so that no "

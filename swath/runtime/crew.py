@@ -137,9 +137,9 @@ class Crew:
             self._poll.unregister(fd)
             del self._by_fd[fd]
 
-    def death(self, index: int, died: Died, doing: str = "") -> WorkerDiedError:
+    def death(self, index: int, died: Died, doing: str = "", cause: str = "") -> WorkerDiedError:
         """The error that tells of a worker's end."""
-        return WorkerDiedError(self.name, index, self.processes[index].pid, died.exitcode, doing)
+        return WorkerDiedError(self.name, index, self.processes[index].pid, died.exitcode, doing, cause)
 
     def alive(self) -> list[int]:
         """The indices of those that have not ended."""

@@ -26,15 +26,21 @@ class WorkerDiedError(SwathError, RuntimeError):
     `index` and `pid` tell which; `exitcode` is what it ended with, negative for a signal, None if nobody knows.
     """
 
-    def __init__(self, name: str, index: int, pid: int, exitcode: int | None, doing: str = "") -> None:
-        """Tell which worker, and how it ended."""
-        super().__init__(name, index, pid, exitcode, doing)
+    def __init__(self, name: str, index: int, pid: int, exitcode: int | None, doing: str = "", cause: str = "") -> None:
+        """Tell which worker, how it ended, and why if that is known."""
+        super().__init__(name, index, pid, exitcode, doing, cause)
         self.name, self.index, self.pid, self.exitcode, self.doing = name, index, pid, exitcode, doing
+        self.cause = cause
 
     def __str__(self) -> str:
         """In words."""
         doing = f" while {self.doing}" if self.doing else ""
-        return f"{self.name} {self.index} (pid {self.pid}) {in_words(self.exitcode)}{doing}. {_cause(self.exitcode)}"
+        cause = self.cause or _cause(self.exitcode)
+        return f"{self.name} {self.index} (pid {self.pid}) {in_words(self.exitcode)}{doing}. {cause}"
+
+    def __repr__(self) -> str:
+        """For logs, the words as well."""
+        return f"{type(self).__name__}({str(self)!r})"
 
 
 class WorkerError(SwathError, RuntimeError):

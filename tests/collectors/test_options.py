@@ -371,6 +371,12 @@ def test_postproc_decides_what_is_delivered(make: Any) -> None:
     assert keys(make(postproc=lambda batch: batch.select("action")).next()) == {"action"}
 
 
+def test_a_postproc_that_runs_out_of_something_does_not_end_the_collection_quietly(make: Any) -> None:
+    few = iter([1.0])
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(make(postproc=lambda batch: batch.set("scale", torch.full(batch.shape, next(few))), total_frames=50))
+
+
 def test_postproc_sees_trajectories_after_they_are_split(make: Any) -> None:
     shapes: list[Any] = []
     make(split_trajs=True, postproc=lambda batch: shapes.append(batch.shape) or batch).next()

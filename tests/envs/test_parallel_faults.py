@@ -316,6 +316,30 @@ def test_closing_it_in_another_thread_ends_a_step() -> None:
         env.step(root)
 
 
+def test_several_threads_wait_for_their_turn() -> None:
+    """As when something is asked of an env from which a collector collects in the background."""
+    with ParallelEnv(2, partial(CountingGymEnv, lengths=10**9)) as env:
+        rows = [(Rows(env.actions.leaves, env.batch_size), env.new_out_rows()) for _ in range(3)]
+        env.reset_into([0, 1], rows[0][1])
+        raised = []
+
+        def use(action: Rows, out: Rows) -> None:
+            try:
+                for _ in range(100):
+                    env.step_into(action, out)
+                    assert len(env.get_attr("gym_envs[0].count")) == 2
+            except BaseException as error:
+                raised.append(error)
+
+        threads = [threading.Thread(target=use, args=pair) for pair in rows]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert raised == []
+        assert env.get_attr("gym_envs[0].count") == [300, 300]
+
+
 AGAIN_S = 1.0
 
 

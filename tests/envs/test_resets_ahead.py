@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from gymnasium import spaces as gs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict, TensorDictBase
 
 from swath.collectors import Collector
-from swath.envs import GymEnv, ParallelEnv, Rows, SerialEnv
+from swath.envs import EnvBase, GymEnv, ParallelEnv, Rows, SerialEnv
 from swath.testing import CountingGymEnv, FaultyGymEnv
 
 LENGTHS = [2, 5, 3]
@@ -34,7 +36,8 @@ class ByRows:
 
     def __init__(self, env: Any, restarts: bool = True) -> None:
         self.env = env
-        self.action, self.out = Rows(env.actions.leaves, env.batch_size), env.new_out_rows(restarts=restarts)
+        self.action, self.out = Rows(env.actions.leaves, env.batch_size), env.new_out_rows()
+        self.out.restarts = restarts
         env.reset_into(range(env.num_lanes), self.out)
         self.ended: list[int] = []
         """Lanes that have finished and were not reset yet."""
@@ -161,6 +164,66 @@ def test_what_a_reset_raises_is_raised_when_it_is_asked_for() -> None:
         assert "env 1 of" in "".join(caught.value.__notes__)
         by_rows.reset([1])
         assert by_rows.step() == []
+
+
+def test_what_went_wrong_in_one_lane_is_not_told_of_another() -> None:
+    factories = [partial(FaultyGymEnv, "raise", 2, where="reset", lengths=2), partial(CountingGymEnv, 1, 9)]
+    with ParallelEnv(2, factories, envs_per_worker=2) as env:
+        by_rows = ByRows(env)
+        by_rows.step()
+        assert by_rows.step() == [0]
+        by_rows.reset([1])
+        assert by_rows.seen()[1] == [1, 1, 0]
+        with pytest.raises(Exception, match="Raised in reset"):
+            by_rows.reset([0])
+
+
+def test_the_surface_begins_ahead_too(made: list[ParallelEnv]) -> None:
+    for env in made:
+        root = env.reset()
+        before = env._crew._rounds.number
+        for _ in range(20):
+            stepped, root = env.step_and_maybe_reset(env.rand_action(root))
+            ended = stepped["next", "done"].squeeze(-1)
+            assert (stepped["next", "observation"][ended][:, 2] == torch.tensor(LENGTHS)[ended]).all()
+            assert (root["observation"][ended][:, 2] == 0).all()
+            assert (root["observation"][~ended] == stepped["next", "observation"][~ended]).all()
+        assert env._crew._rounds.number == before + 20
+
+
+class Drawing(EnvBase):
+    """Three lanes and one generator: what a lane draws depends on how many others are reset with it."""
+
+    def __init__(self) -> None:
+        super().__init__(gs.Box(-1, 1, (1,)), gs.Box(-1, 1, (1,)), batch_size=(3,))
+        self.generator = torch.Generator()
+        self.count = torch.zeros(3, dtype=torch.int64)
+
+    def _reset(self, tensordict: TensorDictBase) -> TensorDictBase:
+        marked = tensordict.get("_reset", torch.ones(3, 1, dtype=torch.bool)).view(-1)
+        self.count[marked] = 0
+        seen = tensordict.get("observation", torch.zeros(3, 1)).clone()
+        seen[marked] = torch.rand(int(marked.sum()), 1, generator=self.generator)
+        return TensorDict({"observation": seen}, [3])
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self.count += 1
+        done = (self.count >= torch.tensor([2, 5, 9])).view(3, 1)
+        seen = tensordict["observation"]
+        return TensorDict({"observation": seen, "reward": torch.ones(3, 1), "terminated": done}, [3])
+
+    def _set_seed(self, seed: int) -> None:
+        self.generator.manual_seed(seed)
+
+
+def test_lanes_that_share_a_generator_are_reset_together() -> None:
+    """With a limit, some lanes end by themselves and others are cut off in the same step."""
+    batches = []
+    for kind in (ParallelEnv, SerialEnv):
+        with Collector(kind(2, Drawing), frames_per_batch=120, max_frames_per_traj=4) as collector:
+            collector.set_seed(1)
+            batches.append(collector.next()["observation"].clone())
+    assert torch.equal(*batches)
 
 
 def test_a_collector_has_the_same_data_from_both() -> None:

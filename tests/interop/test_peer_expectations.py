@@ -188,6 +188,15 @@ def test_hooks_can_be_assigned_and_taken_away() -> None:
     assert len(calls) == 4
 
 
+@pytest.mark.parametrize("name", ["pre_collect_hook", "post_collect_hook"])
+@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector])
+def test_what_cannot_be_called_is_no_hook(kind: Any, name: str) -> None:
+    with kind(CountingEnv if kind is Collector else [CountingEnv], frames_per_batch=3) as collector:
+        with pytest.raises(TypeError, match=f"{name} must be callable or None, got 3"):
+            setattr(collector, name, 3)
+        assert collector.next().numel() == 3
+
+
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 def test_assigned_hooks_are_called_in_the_workers(kind: Any, tmp_path: Path) -> None:
     with kind([CountingEnv] * 2, frames_per_batch=4, total_frames=16) as collector:

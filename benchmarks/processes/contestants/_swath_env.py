@@ -26,7 +26,8 @@ def parallel(workload: ProcessWorkload, packed: bool = False) -> EnvBase:
 def by_rows(env: EnvBase) -> Stepper:
     """As a collector steps it: actions and answers lie in rows, and finished lanes are reset."""
     action = Rows(env.actions.leaves, env.batch_size)
-    out = env.new_out_rows(restarts=True)
+    out = env.new_out_rows()
+    out.restarts = True
     everyone = list(range(env.num_lanes))
     env.reset_into(everyone, out)
     chosen, seen = action.arrays["action"], out.arrays["observation"]
