@@ -116,12 +116,15 @@ class BaseCollector(IterableDataset[Any], ABC):
 
     def _deliver(self, batch: TensorDictBase) -> TensorDictBase:
         """Post-process a batch and call the hook."""
-        if self.config.postproc is not None:
-            batch = self.config.postproc(batch)
-            if batch is None:
-                raise TypeError(f"postproc={self.config.postproc!r} returned None; it must return the batch.")
-        if self._post_hook is not None:
-            self._post_hook(batch)
+        try:
+            if self.config.postproc is not None:
+                batch = self.config.postproc(batch)
+                if batch is None:
+                    raise TypeError(f"postproc={self.config.postproc!r} returned None; it must return the batch.")
+            if self._post_hook is not None:
+                self._post_hook(batch)
+        except StopIteration as error:  # which would be taken for the end of the batches
+            raise RuntimeError("A postproc or hook has raised StopIteration.") from error
         return batch
 
     def next(self) -> TensorDictBase | None:

@@ -171,7 +171,7 @@ class Collector(BaseCollector):
         self._must_not_run()
         if self._writer is not None:
             return self._fills()
-        return (self._finished(self._taken(batch)) for batch in self._raw_batches())
+        return map(self._finished, map(self._taken, self._raw_batches()))  # a loop would keep hold of the last batch
 
     def _delivered(self) -> Iterator[TensorDictBase | None]:
         return self.iterator() if self._writer is not None else super()._delivered()

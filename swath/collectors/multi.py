@@ -249,7 +249,7 @@ class MultiCollector(RemoteControl):
         self._must_not_run()
         if self.config.replay_buffer is not None:
             return self._fills()
-        return (self._finished(self._taken(batch)) for batch in self._raw_batches())
+        return map(self._finished, map(self._taken, self._raw_batches()))  # a loop would keep hold of the last batch
 
     def _delivered(self) -> Iterator[TensorDictBase | None]:
         self._must_not_run()
