@@ -164,12 +164,17 @@ class DeedEnv(CountingGymEnv):
         super().close()
 
 
-def doing(deed: Deed, worker: int = 1, workers: int = 2, **options: Any) -> list[Callable[[], Any]]:
-    """Factories of counting envs, of which that of `worker` does a deed."""
+def doing(
+    deed: Deed, worker: int = 1, workers: int = 2, others_pace_s: float = 0.0, **options: Any
+) -> list[Callable[[], Any]]:
+    """Factories of counting envs, of which that of `worker` does a deed.
+
+    The others may be slowed down, where the deed must be done before they have collected all frames by themselves.
+    """
     options.setdefault("lengths", 7)
 
     def other(lane: int) -> Callable[[], Any]:
-        return lambda: CountingGymEnv(lane, options["lengths"])
+        return lambda: DeedEnv(lambda: None, lane=lane, lengths=options["lengths"], pace_s=others_pace_s)
 
     factories: list[Callable[[], Any]] = [other(lane) for lane in range(workers)]
     factories[worker] = lambda: DeedEnv(deed, lane=worker, **options)

@@ -47,6 +47,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::swath.collectors.workers.WorkerRestartedWarning"),
 ]
 LANE, EPISODE, STEP = 0, 1, 2
+PACE_S = 0.002
+"""What others take for a step, so that they cannot have collected everything before the worker's 34th."""
 ENDINGS: dict[str, Callable[[], Any]] = {
     "kill": signal_itself(signal.SIGKILL),
     "exit": exit_at_once(3),
@@ -106,7 +108,7 @@ class Diary:
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_restart_while_collecting(make: Make, kind: str, ending: str, tmp_path: Any) -> None:
-    envs = doing(ENDINGS[ending], once=str(tmp_path / "done"), at=34, lengths=7)
+    envs = doing(ENDINGS[ending], once=str(tmp_path / "done"), at=34, lengths=7, others_pace_s=PACE_S)
     collector = make(kind, envs, on_worker_failure="restart", total_frames=400)
     diary = Diary()
     with pytest.warns(WorkerRestartedWarning, match=r"Worker 1 .*restarted \(1 of 3\)") as caught:
@@ -172,7 +174,7 @@ def test_a_new_worker_acts_with_the_newest_weights(make: Make) -> None:
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_restart_while_running_free(make: Make, ending: str, tmp_path: Any) -> None:
-    envs = doing(ENDINGS[ending], once=str(tmp_path / "done"), at=34, lengths=7)
+    envs = doing(ENDINGS[ending], once=str(tmp_path / "done"), at=34, lengths=7, others_pace_s=PACE_S)
     collector = make("start", envs, on_worker_failure="restart", total_frames=600)
     until(lambda: not collector.is_running())
     stats, buffer = collector.stats(), collector.replay_buffer
@@ -348,7 +350,8 @@ def test_only_whole_episodes_reach_the_buffer(make: Make) -> None:
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_drop(make: Make, kind: str, ending: str) -> None:
-    collector = make(kind, doing(ENDINGS[ending], at=34), on_worker_failure="drop", total_frames=400)
+    envs = doing(ENDINGS[ending], at=34, others_pace_s=PACE_S)
+    collector = make(kind, envs, on_worker_failure="drop", total_frames=400)
     diary = Diary()
     with pytest.warns(WorkerRestartedWarning, match="Worker 1 .*dropped, 1 are left"):
         diary.add_all(collector)
@@ -358,7 +361,8 @@ def test_drop(make: Make, kind: str, ending: str) -> None:
 
 
 def test_drop_while_running_free(make: Make) -> None:
-    collector = make("start", doing(signal_itself(signal.SIGKILL), at=34), on_worker_failure="drop", total_frames=400)
+    envs = doing(signal_itself(signal.SIGKILL), at=34, others_pace_s=PACE_S)
+    collector = make("start", envs, on_worker_failure="drop", total_frames=400)
     until(lambda: not collector.is_running())
     assert collector.replay_buffer.write_count == collector.stats()["frames"] == 400
     assert collector.stats()["lost_frames"] == 13
