@@ -167,10 +167,10 @@ class CollectorConfig:
                 object.__setattr__(self, field.name, int(value))  # numpy's integers cannot be saved with the state
 
     def _check_values(self) -> None:
-        _at_least("frames_per_batch", self.frames_per_batch, 1)
-        _at_least("trajs_per_batch", self.trajs_per_batch, 1)
-        _at_least("trajs_per_write", self.trajs_per_write, 1)
-        _at_least("worker_idx", self.worker_idx, 0)
+        at_least("frames_per_batch", self.frames_per_batch, 1)
+        at_least("trajs_per_batch", self.trajs_per_batch, 1)
+        at_least("trajs_per_write", self.trajs_per_write, 1)
+        at_least("worker_idx", self.worker_idx, 0)
         if self.worker_idx is not None and self.worker_idx > MAX_WORKER:
             raise ValueError(f"worker_idx must be at most {MAX_WORKER} to fit into ids, got {self.worker_idx}.")
         if self.total_frames == 0:
@@ -321,6 +321,7 @@ def _cure(value: Any, kinds: list[str]) -> str:
     return ""
 
 
-def _at_least(name: str, value: int | None, least: int) -> None:
+def at_least(name: str, value: int | None, least: int) -> None:
+    """Raise ValueError if there is a `value` and it is smaller than `least`."""
     if value is not None and value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import Any
 
-from swath.collectors.config import CollectorConfig, PolicyVersion
+from swath.collectors.config import CollectorConfig, PolicyVersion, at_least
 from swath.errors import suggestion
 from swath.keys import POLICY_VERSION
 from swath.rollout.devices import Devices
@@ -157,8 +157,7 @@ class MultiConfig(CollectorConfig):
         frames = self._own("frames_per_batch", worker)
         if isinstance(frames, bool) or not isinstance(frames, Integral):
             raise TypeError(f"frames_per_batch must be a whole number, or a list of such, got {frames!r}.")
-        if frames < 1:
-            raise ValueError(f"frames_per_batch must be positive, got {frames}.")
+        at_least("frames_per_batch", int(frames), 1)
         if self.sync and not isinstance(self.frames_per_batch, list | tuple):
             return -(-int(frames) // self.workers)
         return int(frames)

@@ -393,7 +393,7 @@ class Workers:
             self.discarded_frames += receipt.frames
 
     def _look_for_stalls(self) -> None:
-        now = time.monotonic()
+        now, limit = time.monotonic(), self.config.stall_timeout_s
         for index, process in self._crew.processes.items():
             is_busy = bool(self._outstanding[index]) or (self.free is not None and index not in self.spent)
             is_busy = (is_busy and not self._resting) or any(owner == index for owner, _ in self._asked.values())
@@ -407,15 +407,13 @@ class Workers:
                 self._stalled.add(index)
                 state = "a step or a call takes long" if index in self.ready else "it is making its env and policy"
                 state = "it is stopped (SIGSTOP or a debugger)" if process.is_stopped else state
-                end = self.config.stall_timeout_s
-                outlook = "Waiting goes on" if end is None else f"It is killed after stall_timeout_s={end:g}"
+                outlook = "Waiting goes on" if limit is None else f"It is killed after stall_timeout_s={limit:g}"
                 warnings.warn(
                     f"Worker {index} (pid {process.pid}) of {self.name} has made no step for {now - since:.0f} s: "
                     f"{state}. {outlook}; stall_warning_s={self.config.stall_warning_s:g} says when to warn.",
                     StallWarning,
                     stacklevel=4,
                 )
-            limit = self.config.stall_timeout_s
             if is_busy and limit is not None and now - self._pulse.get(index, (beats, now))[1] > limit:
                 process.signal(signal.SIGKILL)  # its end will be seen to as any other
                 self._given_up[process.pid] = f"It had made no step for stall_timeout_s={limit:g} seconds."
