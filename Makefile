@@ -25,12 +25,13 @@ demo: $(VENV)/.demo.stamp ## Train PPO on CartPole-v1 and draw its learning curv
 test: $(VENV)/.dev.stamp ## Run the tests (PYTEST_ARGS="-k loop" to choose)
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-check: $(VENV)/.dev.stamp ## Lint, formatting, types, layer rule, spelling
+check: $(VENV)/.dev.stamp ## Lint, formatting, types, layer rule, spelling, rules of the house
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(BIN)/lint-imports --no-cache
 	$(PY) -m codespell_lib .
+	$(PY) .ci/house.py
 
 bench: $(VENV)/.dev.stamp ## Compare with other ways of collecting (BENCH_ARGS="--help" for options)
 	$(PY) benchmarks/run.py $(BENCH_ARGS)

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-"""Set to 1 for every contestant before it imports anything; torch is told the same."""
+"""Not passed on to contestants: torch.set_num_threads(1) is all that a user writes, and has to be enough."""
 
 _PACKAGES = ("swath", "torchrl", "stable-baselines3", "pufferlib", "torch", "tensordict", "gymnasium", "numpy")
 

@@ -9,15 +9,10 @@ is shown with the reason and cannot win. Not for async workers, which would work
 from __future__ import annotations
 
 import argparse
-import os
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-
-from benchmarks.machine import THREAD_VARIABLES
-
-os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))  # before torch is imported
 
 import torch
 

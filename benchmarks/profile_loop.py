@@ -14,10 +14,6 @@ import time
 import warnings
 from collections.abc import Callable
 
-from benchmarks.machine import THREAD_VARIABLES
-
-os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))  # before torch is imported
-
 import torch
 
 from benchmarks.contestants import build

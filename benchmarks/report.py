@@ -41,7 +41,7 @@ def _conditions(results: Results, checked: str) -> str:
         f"{cpu}, {cores} cores, {system}; {versions}.\n\n"
         f"{results.rounds} rounds of {results.seconds:g} s per figure after a warm-up, a new "
         "process for each figure,\ncontestants taking turns. One thread for everybody "
-        "(`torch.set_num_threads(1)`; OMP, MKL and OpenBLAS set\nto 1). Rates: median "
+        "(`torch.set_num_threads(1)`, no environment\nvariable). Rates: median "
         "and, in brackets, lowest to highest round. Ratio: swath's rate divided by\nthe "
         "contestant's, taken within each round, then median and range over the rounds. " + checked
     )

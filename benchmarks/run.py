@@ -88,7 +88,7 @@ def _measure(workload: str, contestant: str, seconds: float) -> dict[str, Any]:
     try:
         finished = run_group(
             [*command, "--seconds", str(seconds)],
-            env={**os.environ, **dict.fromkeys(machine.THREAD_VARIABLES, "1")},
+            env={name: value for name, value in os.environ.items() if name not in machine.THREAD_VARIABLES},
             cwd=HERE.parent,
             timeout=TIMEOUT + seconds,
         )

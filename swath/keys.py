@@ -26,6 +26,13 @@ POLICY_VERSION = "policy_version"
 COLLECTOR = "collector"
 TRAJ_IDS = (COLLECTOR, "traj_ids")
 MASK = (COLLECTOR, "mask")
+POLICY_ID = "policy"
+"""The name of the policy among the models whose weights can be updated."""
+
+WORKER_BITS = 40
+"""A trajectory's id is (worker << 40 | counter): unique over workers, and in order within one."""
+PADDING_ID = -1
+"""The id of what is no frame: padding, and lanes that were idle."""
 
 
 def as_key(key: Any) -> Key:

@@ -1,9 +1,13 @@
 """What holds for all tests."""
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
+from tensordict.nn import set_interaction_type
+
+pytest_plugins = ["pytester"]
 
 # A shell that runs tests in the background has told them, and all that they start, to ignore Ctrl-C; some send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -13,3 +17,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def distributions_are_validated() -> None:
     """Importing TorchRL, as some tests do, switches validation off for the whole process; others rely on it."""
     torch.distributions.Distribution.set_default_validate_args(True)
+
+
+@pytest.fixture(autouse=True)
+def exploration_is_not_chosen() -> Iterator[None]:
+    """Threads that stand for workers of other machines set it for the whole process, and may leave it so."""
+    with set_interaction_type(None):
+        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from typing import Any
 
 import pytest
 
@@ -82,3 +83,19 @@ def test_a_check_error_lists_its_problems_and_can_be_sent() -> None:
     assert str(errors.EnvCheckError("MyEnv", ["This."])).startswith("check_env found 1 problem in")
     again = pickle.loads(pickle.dumps(error))
     assert (again.env, again.problems) == (error.env, error.problems)
+
+
+def test_foreign_arguments_are_ignored_refused_or_unknown() -> None:
+    options: dict[str, Any] = {
+        "ignored": ["use_gpu"],
+        "refused": {"device": "Priorities are kept on the CPU."},
+        "harmless": {"device": (None, "cpu")},
+        "known": ["alpha"],
+    }
+    errors.check_foreign_arguments("Sampler", {"use_gpu": True, "device": "cpu"}, **options)
+    with pytest.raises(errors.UnsupportedArgumentError, match=r"not support `device='cuda'`. Priorities"):
+        errors.check_foreign_arguments("Sampler", {"device": "cuda"}, **options)
+    with pytest.raises(TypeError, match=r"Sampler got an unknown argument: alpa=1. Did you mean 'alpha'\?"):
+        errors.check_foreign_arguments("Sampler", {"alpa": 1}, **options)
+    assert issubclass(errors.UnsupportedArgumentError, TypeError)
+    assert issubclass(errors.UnsupportedArgumentError, ValueError)

@@ -1,15 +1,12 @@
 """The public classes: thin compositions of envs, policies and the rollout engine."""
 
-from swath.collectors.base import BaseCollector
 from swath.collectors.collector import Collector
 from swath.collectors.config import CollectorConfig, PolicyVersion
-from swath.collectors.minari import MinariRecorder
-from swath.collectors.multi import MultiCollector
-from swath.collectors.multi_async import AsyncCollector, MultiAsyncCollector
+from swath.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from swath.collectors.multi_config import MultiConfig
-from swath.collectors.multi_sync import MultiSyncCollector
 from swath.collectors.profile import ProfileConfig
-from swath.collectors.workers import WorkerRestartedWarning
+from swath.collectors.surface import BaseCollector
+from swath.errors import WorkerRestartedWarning
 
 # Names of the founding documents.
 DataCollectorBase = BaseCollector
@@ -25,7 +22,6 @@ __all__ = [
     "Collector",
     "CollectorConfig",
     "DataCollectorBase",
-    "MinariRecorder",
     "MultiAsyncCollector",
     "MultiCollector",
     "MultiConfig",

@@ -1,39 +1,29 @@
-"""The arguments of collectors: in one frozen dataclass, checked before anything starts."""
+"""The arguments of collectors: frozen dataclasses, checked before anything starts."""
 
 from __future__ import annotations
 
-import difflib
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
-from numbers import Integral, Real
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import KW_ONLY, dataclass, fields
+from numbers import Integral
+from typing import Any, ClassVar, Literal, TypeAlias
 
+import torch
 from tensordict import TensorDictBase
 
-from swath.collectors.buffer_writer import is_buffer
-from swath.errors import suggestion
+from swath.collectors.kinds import check_kind, check_least, check_one_of
+from swath.keys import WORKER_BITS
 from swath.modules.exploration import ExplorationType
-from swath.rollout.devices import Devices
+from swath.rollout.devices import Devices, as_device
+from swath.rollout.engine import EngineSettings, Hook
 from swath.rollout.loop import Interruptor
-from swath.rollout.trajectories import WORKER_BITS
+from swath.rollout.split import split_trajectories
 
-Hook = Callable[[TensorDictBase], Any]
 Buffer: TypeAlias = Any
 """A `ReplayBuffer`, or what works like one: it has `extend` and `sample`."""
-Config = TypeVar("Config", bound="CollectorConfig")
+Device: TypeAlias = str | int | torch.device
+PostProc: TypeAlias = Callable[[TensorDictBase], TensorDictBase]
 
-TRAJ_FORMATS = ("padded", "cat")
-SYNONYMS = {
-    "devices": "policy_device",
-    "passing_devices": "storing_device",
-    "exploration_mode": "exploration_type",
-}
-"""Names of the oldest API; still understood, with a DeprecationWarning."""
-POSITIONAL = ("create_env_fn", "policy")
 MAX_WORKER = 2 ** (63 - WORKER_BITS) - 1
-ELSEWHERE = ("backend", "backend_options", "num_collectors", "sync")
-"""Arguments that choose another kind of collector; here they may only say "this process"."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +31,14 @@ class PolicyVersion:
     """Asks for the policy's version in every frame, also with batched envs: `track_policy_version=PolicyVersion()`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CollectorConfig:
-    """What every collector can be told.
+@dataclass(frozen=True)
+class CommonConfig:
+    """What every collector can be given.
 
     Attributes:
-        frames_per_batch: frames in a batch over all lanes, rounded up to whole steps of all lanes.
-        total_frames: how many frames to deliver in all, rounded up likewise; -1 for no end.
-        policy_factory: a function that makes the policy, instead of `policy`.
-        device: fills in those of the following three that are not given.
-        storing_device: where batches lie.
-        policy_device: where the policy computes; a policy that lies elsewhere is copied there.
-        env_device: where the env's data lie; batches stay there unless policy or storing device say otherwise.
-        create_env_kwargs: arguments for the env's factory.
+        create_env_fn: an env, or a function that returns one; a list with one for each worker.
+        policy: what acts; None acts at random.
+        total_frames: how many frames to deliver in all, rounded up to whole steps of all lanes; -1 for no end.
         max_frames_per_traj: length at which an episode is truncated; adds `step_count`.
         init_random_frames: take random actions in the first batches, until so many frames are collected; with a replay
             buffer, until so many are written to it.
@@ -72,15 +57,14 @@ class CollectorConfig:
         compile_policy: compile the policy; True, or arguments for `torch.compile`.
         cudagraph_policy: run the policy as a CUDA graph; True, or arguments for `CudaGraphModule`.
         no_cuda_sync: copy between devices without waiting.
-        track_policy_version: write `policy_version`; `PolicyVersion()` for batched envs.
         trajs_per_batch: deliver so many complete episodes at a time instead of frames; to a replay buffer, write
             complete episodes only, flat and without padding.
         traj_format: "padded" to `[N, longest]` with a mask, or "cat" one after the other.
         compact_obs: leave the observations out of "next": inside an episode the following root has them, but its final
             observation, which a truncated episode's value depends on, is then nowhere.
-        pre_collect_hook: called before every rollout.
-        post_collect_hook: called with every batch before it is delivered.
-        worker_idx: the index of this worker; part of the trajectory ids.
+        pre_collect_hook: called before every rollout, where it is made.
+        post_collect_hook: called with every batch as it was collected, where it was made.
+        worker_idx: the index of this collector among others; part of the trajectory ids.
         replay_buffer: write to this buffer instead of delivering batches: iterating gives None after each, and
             `start()` collects in the background.
         extend_buffer: write to the buffer once per batch; False writes after every step, which is slow.
@@ -90,18 +74,14 @@ class CollectorConfig:
         fast_policy: run known small policies by their array forms; False always calls the modules.
     """
 
-    frames_per_batch: int
+    create_env_fn: Any
+    policy: Any = None
+    _: KW_ONLY
     total_frames: int = -1
-    policy_factory: Callable[[], Any] | None = None
-    device: Any = None
-    storing_device: Any = None
-    policy_device: Any = None
-    env_device: Any = None
-    create_env_kwargs: dict[str, Any] | None = None
     max_frames_per_traj: int | None = None
     init_random_frames: int | None = None
     reset_at_each_iter: bool = False
-    postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
+    postproc: PostProc | None = None
     split_trajs: bool | None = None
     track_traj_ids: bool = True
     exploration_type: ExplorationType | None = ExplorationType.RANDOM
@@ -115,9 +95,8 @@ class CollectorConfig:
     compile_policy: bool | dict[str, Any] | None = None
     cudagraph_policy: bool | dict[str, Any] | None = None
     no_cuda_sync: bool = False
-    track_policy_version: bool | PolicyVersion = False
     trajs_per_batch: int | None = None
-    traj_format: str | None = None
+    traj_format: Literal["padded", "cat"] | None = None
     compact_obs: bool = False
     pre_collect_hook: Callable[[], Any] | None = None
     post_collect_hook: Hook | None = None
@@ -128,63 +107,60 @@ class CollectorConfig:
     progress: bool = False
     fast_policy: bool = True
 
-    @classmethod
-    def from_arguments(cls: type[Config], owner: str, arguments: Mapping[str, Any]) -> Config:
-        """A checked config from keyword arguments; `owner` is the class they were given to."""
-        given = _with_new_names(owner, dict(arguments))
-        cls._check_elsewhere(owner, given)
-        known = {field.name: field for field in fields(cls)}
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            names = [*known, *POSITIONAL]
-            told = [f"{name}={given[name]!r}.{suggestion(name, names)}" for name in unknown]
-            raise TypeError(f"{owner} got an unknown argument: {' Also '.join(told)}")
-        missing = [n for n, field in known.items() if field.default is MISSING and n not in given]
-        if missing:
-            name = missing[0]
-            raise TypeError(f"{owner} needs the argument {name!r}, as in {owner}(env, policy, {name}=1000).")
-        if given.get("total_frames", -1) is None:
-            given["total_frames"] = -1
-        return cls(**given)
+    per_worker: ClassVar[tuple[str, ...]] = ()
+    """Arguments that may be lists with an element for each worker."""
+    foreign: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
+    """Arguments of TorchRL that choose something else: the values that change nothing here, and what to do instead."""
 
-    @staticmethod
-    def _check_elsewhere(owner: str, given: dict[str, Any]) -> None:
-        """Take out what chooses another kind of collector, or refuse it."""
-        _check_elsewhere(owner, given)
+    @property
+    def workers(self) -> int:
+        """How many workers there are."""
+        return 1
+
+    def of(self, name: str, worker: int) -> Any:
+        """An argument, for one worker."""
+        value = getattr(self, name)
+        return value[worker] if name in self.per_worker and isinstance(value, list | tuple) else value
+
+    # -- checking ----------------------------------------------------------------------------------------------
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be right."""
-        self._check_kinds()
-        self._check_values()
-        self._check_pairs()
-        self.devices  # noqa: B018 - raises if one of them is no device
-
-    def _check_kinds(self) -> None:
+        """Refuse what cannot be right, for any worker."""
         for field in fields(self):
             value = getattr(self, field.name)
-            check_kind(field.name, value, str(field.type))
+            each = value if field.name in self.per_worker and isinstance(value, list | tuple) else [value]
+            for one in each:
+                check_kind(field.name, one, str(field.type))
             if isinstance(value, Integral) and not isinstance(value, bool):
                 object.__setattr__(self, field.name, int(value))  # numpy's integers cannot be saved with the state
+        self._check_values()
+        self._check_together()
+        for worker in range(self.workers):
+            self._check_machine(self.devices_of(worker))
 
     def _check_values(self) -> None:
-        at_least("frames_per_batch", self.frames_per_batch, 1)
-        at_least("trajs_per_batch", self.trajs_per_batch, 1)
-        at_least("trajs_per_write", self.trajs_per_write, 1)
-        at_least("worker_idx", self.worker_idx, 0)
+        for name in self.per_worker:
+            value = getattr(self, name)
+            if isinstance(value, list | tuple) and len(value) != self.workers:
+                kind = RuntimeError if name.endswith("device") else ValueError
+                raise kind(f"{name} has {len(value)} elements for {self.workers} workers.")
+        for worker in range(self.workers):
+            check_least("frames_per_batch", self.of("frames_per_batch", worker), 1)
+        for name in ("trajs_per_batch", "trajs_per_write"):
+            check_least(name, getattr(self, name), 1)
+        check_least("worker_idx", self.worker_idx, 0)
         if self.worker_idx is not None and self.worker_idx > MAX_WORKER:
             raise ValueError(f"worker_idx must be at most {MAX_WORKER} to fit into ids, got {self.worker_idx}.")
         if self.total_frames == 0:
             raise ValueError("total_frames=0 would collect nothing; use -1 for no end.")
-        if self.traj_format is not None and self.traj_format not in TRAJ_FORMATS:
-            hint = suggestion(self.traj_format, TRAJ_FORMATS)
-            raise ValueError(f"traj_format must be 'padded' or 'cat', got {self.traj_format!r}.{hint}")
+        check_one_of("traj_format", self.traj_format, ("padded", "cat"))
         if not self.reset_when_done:
             raise ValueError(
                 "reset_when_done=False is not supported: a lane that has ended begins a new episode at once. "
                 "Use max_frames_per_traj or an env that never ends."
             )
 
-    def _check_pairs(self) -> None:
+    def _check_together(self) -> None:
         """Refuse arguments that do not go together."""
         self._check_buffer()
         if self.traj_format == "cat" and self.trajs_per_batch is None:
@@ -219,109 +195,137 @@ class CollectorConfig:
         for name in ("return_same_td", "use_buffers"):
             if getattr(self, name):
                 raise TypeError(f"{name}=True is about batches that are delivered; with replay_buffer there are none.")
-        if not self.extend_buffer and (self.postproc is not None or self.split_trajs):
-            other = "postproc" if self.postproc is not None else "split_trajs"
-            raise TypeError(f"extend_buffer=False writes single steps, but {other} works on whole batches.")
+        if self.extend_buffer:
+            return
+        for name in ("postproc", "split_trajs"):
+            if getattr(self, name):
+                raise TypeError(f"extend_buffer=False writes single steps, but {name} works on whole batches.")
         for name in ("trajs_per_batch", "set_truncated"):
-            if not self.extend_buffer and getattr(self, name):
+            if getattr(self, name):
                 raise TypeError(f"extend_buffer=False writes single steps, but {name} is about more than one.")
 
-    @property
-    def devices(self) -> Devices:
-        """Where env, policy and storage are."""
-        return Devices.resolve(self.device, self.storing_device, self.policy_device, self.env_device)
-
-
-def _with_new_names(owner: str, given: dict[str, Any]) -> dict[str, Any]:
-    for old, new in SYNONYMS.items():
-        if old not in given:
-            continue
-        if new in given:
-            raise TypeError(
-                f"{owner} got both {old}={given[old]!r} and {new}={given[new]!r}; {old} is the old name of {new}."
+    def _check_machine(self, devices: Devices) -> None:
+        """Refuse what this machine has not, before anything starts."""
+        if torch.cuda.is_available():
+            return
+        for name in ("device", "storing_device", "policy_device", "env_device"):
+            for worker in range(self.workers):
+                given = self.of(name, worker)
+                device = as_device(name, given)
+                if device is not None and device.type == "cuda":
+                    raise ValueError(f"{name}={given!r} needs CUDA, which is not available here; use 'cpu'.")
+        if self.cudagraph_policy:
+            raise RuntimeError(
+                f"cudagraph_policy={self.cudagraph_policy!r} needs CUDA, which is not available here; leave it out."
             )
-        warnings.warn(f"{old} is an old name; use {new}.", DeprecationWarning, stacklevel=4)
-        value = given.pop(old)
-        if old == "exploration_mode" and isinstance(value, str):
-            value = _exploration(value)
-        elif isinstance(value, list | tuple) and len(value) == 1:
-            value = value[0]  # they were lists with one device per worker
-        given[new] = value
-    return given
+
+    # -- what follows from them --------------------------------------------------------------------------------
+
+    def devices_of(self, worker: int) -> Devices:
+        """Where env, policy and storage of a worker are."""
+        names = ("device", "storing_device", "policy_device", "env_device")
+        return Devices.resolve(*(self.of(name, worker) for name in names))
+
+    @property
+    def tracks_version(self) -> bool:
+        """Whether frames carry the version that made them."""
+        raise NotImplementedError
+
+    def engine_settings(self, worker: int, *, shares_policy: bool = False) -> EngineSettings:
+        """What an engine needs to know of all this."""
+        limit = self.max_frames_per_traj
+        writes = self.replay_buffer is not None
+        return EngineSettings(
+            max_frames_per_traj=limit if limit is not None and limit > 0 else None,
+            exploration=self.exploration_type,
+            track_traj_ids=self.track_traj_ids,
+            track_version=self.tracks_version,
+            compact_obs=self.compact_obs,
+            set_truncated=self.set_truncated,
+            policy_device=self.devices_of(worker).policy,
+            interruptor=self.interruptor,
+            fast_policy=self.fast_policy,
+            opaque_policy=bool(self.trust_policy),
+            reset_at_each_iter=self.reset_at_each_iter,
+            pre_collect_hook=self.pre_collect_hook,
+            post_collect_hook=self.post_collect_hook,
+            compile_policy=self.compile_policy or False,
+            cudagraph_policy=self.cudagraph_policy or False,
+            shares_policy=shares_policy,
+            replay_buffer=self.replay_buffer,
+            extend_buffer=self.extend_buffer,
+            init_random_frames=(self.init_random_frames or 0) if writes else 0,
+            whole_episodes=self.trajs_per_batch is not None,
+            trajs_per_write=self.trajs_per_write,
+            transform=Transform(bool(self.split_trajs), self.postproc).for_buffer() if writes else None,
+        )
 
 
-def _exploration(name: str) -> ExplorationType:
-    known = {kind.name.lower(): kind for kind in ExplorationType}
-    if name.lower() not in known:
-        raise ValueError(f"exploration_mode={name!r} is unknown; use one of {sorted(known)}.{suggestion(name, known)}")
-    return known[name.lower()]
+@dataclass(frozen=True)
+class Transform:
+    """What is done to a batch before it is delivered or written."""
+
+    splits: bool
+    postproc: PostProc | None
+
+    def for_buffer(self) -> Transform | None:
+        """Itself, or None if it changes nothing."""
+        return self if self.splits or self.postproc is not None else None
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """Split into trajectories, then post-process."""
+        if self.splits:
+            batch = split_trajectories(batch)
+        if self.postproc is None:
+            return batch
+        try:
+            batch = self.postproc(batch)
+        except StopIteration as error:  # which would be taken for the end of the batches
+            raise RuntimeError("A postproc has raised StopIteration.") from error
+        if batch is None:
+            raise TypeError(f"postproc={self.postproc!r} returned None; it must return the batch.")
+        return batch
 
 
-def _check_elsewhere(owner: str, given: dict[str, Any]) -> None:
-    """Arguments for other kinds of collectors: accepted where they say "one, in this process"."""
-    sync, count = given.pop("sync", None), given.pop("num_collectors", None)
-    backend, options = given.pop("backend", None), given.pop("backend_options", None)
-    if sync is not None:
-        if not isinstance(sync, bool):
-            raise TypeError(f"sync must be True or False, got {sync!r}.")
-        raise ValueError(f"{owner} collects in this process, where sync={sync} has no meaning; use MultiCollector.")
-    if count is not None:
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise TypeError(f"num_collectors must be a whole number, got {count!r}.")
-        if count != 1:
-            raise ValueError(f"{owner} is one collector, so num_collectors={count} cannot be; use MultiCollector.")
-    if backend not in (None, "direct"):
-        raise ValueError(f"{owner} collects in this process (backend='direct'), got backend={backend!r}.")
-    if options:
-        raise ValueError(f"backend_options={options!r} has no meaning for a collector in this process.")
+@dataclass(frozen=True)
+class CollectorConfig(CommonConfig):
+    """What a collector in this process can be given, beside what every collector can.
 
+    Attributes:
+        frames_per_batch: frames in a batch over all lanes, rounded up to whole steps of all lanes.
+        policy_factory: a function that makes the policy, instead of `policy`.
+        create_env_kwargs: arguments for the env's factory.
+        device: fills in those of the following three that are not given.
+        storing_device: where batches lie.
+        policy_device: where the policy computes; a policy that lies elsewhere is copied there.
+        env_device: where the env's data lie; batches stay there unless policy or storing device say otherwise.
+        track_policy_version: write `policy_version`; `PolicyVersion()` for batched envs.
+    """
 
-def refuse_elsewhere(owner: str, given: Mapping[str, Any]) -> None:
-    """A subclass of a collector is what it is: nothing may choose another kind."""
-    for name in ELSEWHERE:
-        if name in given:
-            raise TypeError(f"{owner} cannot become another kind of collector; leave out {name}={given[name]!r}.")
+    _: KW_ONLY
+    frames_per_batch: int
+    policy_factory: Callable[[], Any] | None = None
+    create_env_kwargs: dict[str, Any] | None = None
+    device: Device | None = None
+    storing_device: Device | None = None
+    policy_device: Device | None = None
+    env_device: Device | None = None
+    track_policy_version: bool | PolicyVersion = False
 
+    foreign: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+        "sync": ((None,), "It collects in this process; use MultiCollector."),
+        "num_collectors": ((None, 1), "It is one collector; use MultiCollector."),
+        "num_workers": ((None, 1), "It collects in this process; use MultiCollector."),
+        "backend": ((None, "direct"), "It collects in this process, backend='direct'."),
+        "backend_options": ((None, {}), "It collects in this process, where they have no meaning."),
+    }
 
-def check_kind(name: str, value: Any, annotation: str) -> None:
-    """Raise TypeError unless `value` is of one of the kinds in `annotation`, such as "int | None"."""
-    kinds = [kind.split("[")[0] for kind in annotation.split(" | ")]
-    if not all(kind in KINDS for kind in kinds):
-        return  # a subclass's own kind, which it checks itself
-    if not any(KINDS[kind][0](value) for kind in kinds):
-        wanted = " or ".join(KINDS[kind][1] for kind in kinds)
-        raise TypeError(f"{name} must be {wanted}, got {value!r}.{_cure(value, kinds)}")
+    def _check_together(self) -> None:
+        super()._check_together()
+        if self.policy is not None and self.policy_factory is not None:
+            raise TypeError("Give either policy or policy_factory, not both.")
 
-
-KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "Any": (lambda value: True, "anything"),
-    "None": (lambda value: value is None, "None"),
-    "bool": (lambda value: isinstance(value, bool), "True or False"),
-    "int": (lambda value: isinstance(value, Integral) and not isinstance(value, bool), "a whole number"),
-    "float": (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number"),
-    "str": (lambda value: isinstance(value, str), "a string"),
-    "dict": (lambda value: isinstance(value, Mapping), "a dict"),
-    "Callable": (callable, "callable"),
-    "Hook": (callable, "callable"),
-    "Buffer": (is_buffer, "a ReplayBuffer"),
-    "ExplorationType": (lambda value: isinstance(value, ExplorationType), "an ExplorationType"),
-    "Interruptor": (lambda value: hasattr(value, "collection_stopped"), "an object with collection_stopped()"),
-    "PolicyVersion": (lambda value: isinstance(value, PolicyVersion), "PolicyVersion()"),
-}
-"""For each kind of field: whether a value is of it, and what it is called in messages."""
-
-
-def _cure(value: Any, kinds: list[str]) -> str:
-    if "int" in kinds and isinstance(value, float) and value.is_integer():
-        return f" Write {int(value)}."
-    if "ExplorationType" in kinds and isinstance(value, str):
-        known = [kind.name for kind in ExplorationType]
-        near = difflib.get_close_matches(value.upper(), known, n=1)
-        return f" Use swath.modules.ExplorationType.{near[0] if near else 'RANDOM'}."
-    return ""
-
-
-def at_least(name: str, value: int | None, least: int) -> None:
-    """Raise ValueError if there is a `value` and it is smaller than `least`."""
-    if value is not None and value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}.")
+    @property
+    def tracks_version(self) -> bool:
+        """As asked for."""
+        return bool(self.track_policy_version)

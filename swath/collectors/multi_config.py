@@ -1,34 +1,38 @@
-"""The arguments of collectors with workers, in one frozen dataclass, and what of them each worker is told."""
+"""The arguments of collectors with workers."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from numbers import Integral
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Literal
 
-from swath.collectors.config import CollectorConfig, PolicyVersion, at_least
-from swath.errors import suggestion
+from swath.collectors.config import CommonConfig, Device, PolicyVersion
+from swath.collectors.kinds import check_kind, check_least, check_one_of
+from swath.envs import EnvBase
 from swath.keys import POLICY_VERSION
-from swath.rollout.devices import Devices
+from swath.runtime.pool import Supervision
 from swath.runtime.process import METHODS
 
-ON_FAILURE = ("raise", "restart", "drop")
-PER_WORKER = ("device", "storing_device", "policy_device", "env_device")
-WITHOUT_EFFECT = ("collector_class", "weight_updater", "weight_sync_schemes", "weight_recv_schemes")
 
-
-@dataclass(frozen=True, kw_only=True)
-class MultiConfig(CollectorConfig):
-    """What collectors with worker processes can be told, beside what every collector can.
+@dataclass(frozen=True)
+class MultiConfig(CommonConfig):
+    """What collectors with workers can be given, beside what every collector can.
 
     Devices, `create_env_kwargs`, `policy_factory` and `frames_per_batch` may be lists with one element per worker.
 
     Attributes:
         frames_per_batch: frames in a batch, over all workers where batches are joined (sync), of one worker where they
             are not (async); a list says how many each worker contributes.
+        policy_factory: a function that makes the policy in each worker, instead of `policy`.
+        create_env_kwargs: arguments for the env's factory.
+        device: fills in those of the following three that are not given.
+        storing_device: where batches lie.
+        policy_device: where the policy computes.
+        env_device: where the env's data lie.
+        track_policy_version: write `policy_version`; by default where a batch may be older than the weights.
         num_workers: how many workers, where `create_env_fn` is one factory for all.
+        num_collectors: the same, as TorchRL calls it.
         sync: whether a batch has a part of every worker, or is the first that any worker has ready.
         cat_results: how the parts of a sync batch are joined: "stack", or the dimension to concatenate (0 or -1).
         preemptive_threshold: the part of the workers after which the others stop where they are (sync only).
@@ -47,28 +51,34 @@ class MultiConfig(CollectorConfig):
             with; by default it is waited for.
         start_timeout_s: how long a worker may take to make its env and policy.
         debug: run the workers' code in this process, one after the other, so that a debugger works.
-        collector_class: no effect: workers run `Collector`.
+        collector_class: no effect: workers run the engine itself.
         weight_updater: no effect: weights travel through shared memory.
         weight_sync_schemes: no effect, likewise.
         weight_recv_schemes: no effect, likewise.
     """
 
-    frames_per_batch: Any
-    policy_factory: Any = None
-    create_env_kwargs: Any = None
-    track_policy_version: Any = None
+    _: KW_ONLY
+    frames_per_batch: int | Sequence[int]
+    policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None
+    create_env_kwargs: dict[str, Any] | Sequence[dict[str, Any]] | None = None
+    device: Device | Sequence[Device | None] | None = None
+    storing_device: Device | Sequence[Device | None] | None = None
+    policy_device: Device | Sequence[Device | None] | None = None
+    env_device: Device | Sequence[Device | None] | None = None
+    track_policy_version: bool | PolicyVersion | None = None
     num_workers: int | None = None
+    num_collectors: int | None = None
     sync: bool | None = None
-    cat_results: Any = None
+    cat_results: int | str | None = None
     preemptive_threshold: float | None = None
     update_at_each_batch: bool = False
     init_fn: Callable[[], Any] | None = None
     num_threads: int | None = None
     num_sub_threads: int = 1
-    mp_start_method: str | None = None
+    mp_start_method: Literal["forkserver", "spawn", "fork"] | None = None
     slots_per_worker: int = 2
     max_staleness: int | None = None
-    on_worker_failure: str = "raise"
+    on_worker_failure: Literal["raise", "restart", "drop"] = "raise"
     max_restarts: int = 3
     stall_warning_s: float = 15.0
     stall_timeout_s: float | None = None
@@ -79,92 +89,97 @@ class MultiConfig(CollectorConfig):
     weight_sync_schemes: Any = None
     weight_recv_schemes: Any = None
 
+    per_worker: ClassVar[tuple[str, ...]] = (
+        "frames_per_batch",
+        "policy_factory",
+        "create_env_kwargs",
+        "device",
+        "storing_device",
+        "policy_device",
+        "env_device",
+    )
+    foreign: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+        "backend": ((None, "process"), "It collects in processes, backend='process'."),
+        "backend_options": ((None, {}), "They have no meaning for processes."),
+    }
+    without_effect: ClassVar[tuple[str, ...]] = (
+        "collector_class",
+        "weight_updater",
+        "weight_sync_schemes",
+        "weight_recv_schemes",
+    )
+
     def __post_init__(self) -> None:
-        """Refuse what cannot be right, for any worker."""
-        self._check_kinds()
-        self._check_own()
-        for worker in range(self.workers):  # each is checked as a single collector would be
-            self.for_worker(worker)
-        self._check_pairs()
+        """Find out how many workers there are, before anything else is checked."""
+        for name in ("num_workers", "num_collectors"):
+            check_kind(name, getattr(self, name), "int | None")
+            check_least(name, getattr(self, name), 1)
+        makers = self.create_env_fn
+        if isinstance(makers, Sequence) and not isinstance(makers, str):
+            if not makers:
+                raise ValueError("create_env_fn must hold at least one env factory, got an empty list.")
+            makers = list(makers)
+        elif self.num_workers is None:
+            raise ValueError(
+                "There is one env factory per worker: give create_env_fn a list, as in [make_env] * 4, or give "
+                "num_workers=4."
+            )
+        else:
+            makers = [makers] * int(self.num_workers)
+        for index, maker in enumerate(makers):
+            if isinstance(maker, EnvBase) or not callable(maker):
+                raise TypeError(
+                    "Workers make their envs themselves: create_env_fn must hold functions that return an env, but "
+                    f"that of worker {index} is {type(maker).__name__}: {maker!r}. Write lambda: GymEnv('CartPole-v1')."
+                )
+        object.__setattr__(self, "create_env_fn", makers)
+        if self.num_collectors not in (None, len(makers)):
+            raise ValueError(f"num_collectors={self.num_collectors} does not agree with {len(makers)} workers.")
+        object.__setattr__(self, "num_workers", len(makers))
+        super().__post_init__()
 
     @property
     def workers(self) -> int:
         """How many workers there are."""
         return self.num_workers or 1
 
-    @staticmethod
-    def _check_elsewhere(owner: str, given: dict[str, Any]) -> None:
-        count, backend = given.pop("num_collectors", None), given.pop("backend", None)
-        if count not in (None, given["num_workers"]):
-            raise ValueError(f"num_collectors={count} does not agree with {given['num_workers']} workers.")
-        if backend not in (None, "process"):
-            raise ValueError(f"{owner} collects in processes (backend='process'), got backend={backend!r}.")
-
-    def _check_own(self) -> None:
-        if self.total_frames == 0:
-            raise ValueError("total_frames=0 would collect nothing; use -1 for no end.")
-        for name in ("num_workers", "num_threads", "num_sub_threads", "slots_per_worker"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
+    def _check_values(self) -> None:
+        super()._check_values()
+        for name in ("num_threads", "num_sub_threads", "slots_per_worker"):
+            check_least(name, getattr(self, name), 1)
         for name in ("max_staleness", "max_restarts"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} must not be negative, got {value}.")
-        for name, known in (("on_worker_failure", ON_FAILURE), ("mp_start_method", METHODS)):
-            value = getattr(self, name)
-            if value is not None and value not in known:
-                raise ValueError(f"{name} must be one of {known}, got {value!r}.{suggestion(str(value), known)}")
+            check_least(name, getattr(self, name), 0)
+        check_one_of("on_worker_failure", self.on_worker_failure, ("raise", "restart", "drop"))
+        check_one_of("mp_start_method", self.mp_start_method, METHODS)
         if self.preemptive_threshold is not None and not 0.0 <= self.preemptive_threshold <= 1.0:
             raise ValueError(f"preemptive_threshold must be between 0 and 1, got {self.preemptive_threshold}.")
+        if isinstance(self.cat_results, str):
+            check_one_of("cat_results", self.cat_results, ("stack",))
+        if self.cat_results not in (None, "stack") and not self.sync:
+            raise ValueError(
+                f"cat_results={self.cat_results!r} joins the parts of a sync batch; async batches are of one worker."
+            )
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        if self.policy is not None and self.policy_factory is not None and self.weight_sync_schemes is None:
+            raise TypeError("Give either policy or policy_factory, not both.")
         if self.weight_updater is not None and self.weight_sync_schemes is not None:
             raise TypeError("Give either weight_updater or weight_sync_schemes; neither has an effect here.")
-        self._check_joining()
-        self._check_lists()
-        for name in WITHOUT_EFFECT:
+        for name in self.without_effect:
             if getattr(self, name) is not None:
-                warnings.warn(f"{name}={getattr(self, name)!r} has no effect here.", stacklevel=6)
-
-    def _check_joining(self) -> None:
-        given = self.cat_results
-        if given is None:
-            return
-        if isinstance(given, str) and given != "stack":
-            raise ValueError(f'cat_results must be "stack", 0 or -1, got {given!r}.{suggestion(given, ["stack"])}')
-        if not isinstance(given, str | int) or isinstance(given, bool):
-            raise TypeError(f'cat_results must be "stack" or a dimension, got {given!r}.')
-        if not self.sync and given != "stack":
-            raise ValueError(f"cat_results={given!r} joins the parts of a sync batch; async batches are of one worker.")
-
-    def _check_lists(self) -> None:
-        for name, error in (
-            ("frames_per_batch", ValueError),
-            ("create_env_kwargs", ValueError),
-            ("policy_factory", ValueError),
-            *((device, RuntimeError) for device in PER_WORKER),
-        ):
-            value = getattr(self, name)
-            if isinstance(value, list | tuple) and len(value) != self.workers:
-                raise error(f"{name} has {len(value)} elements for {self.workers} workers.")
-
-    def _own(self, name: str, worker: int) -> Any:
-        """What a worker is told of an argument that may be a list."""
-        value = getattr(self, name)
-        return value[worker] if isinstance(value, list | tuple) else value
+                warnings.warn(f"{name}={getattr(self, name)!r} has no effect here.", stacklevel=7)
 
     def frames_of(self, worker: int) -> int:
         """How many frames the worker contributes to a batch."""
-        frames = self._own("frames_per_batch", worker)
-        if isinstance(frames, bool) or not isinstance(frames, Integral):
-            raise TypeError(f"frames_per_batch must be a whole number, or a list of such, got {frames!r}.")
-        at_least("frames_per_batch", int(frames), 1)
+        frames = int(self.of("frames_per_batch", worker))
         if self.sync and not isinstance(self.frames_per_batch, list | tuple):
-            return -(-int(frames) // self.workers)
-        return int(frames)
+            return -(-frames // self.workers)
+        return frames
 
     @property
     def tracks_version(self) -> bool:
-        """Whether frames carry the version that made them: by default where a batch may be older than the weights.
+        """By default where a batch may be older than the weights.
 
         A replay buffer that holds frames without it takes no others.
         """
@@ -173,50 +188,13 @@ class MultiConfig(CollectorConfig):
         held = getattr(getattr(self.replay_buffer, "storage", None), "layout", None)
         return not self.sync and (held is None or POLICY_VERSION in held.leaves)
 
-    def for_worker(self, worker: int) -> CollectorConfig:
-        """What a single worker is told: it collects without end, as it is told, and what is not its own is left out."""
-        common = {field.name: getattr(self, field.name) for field in fields(CollectorConfig)}
-        common |= {name: self._own(name, worker) for name in (*PER_WORKER, "create_env_kwargs", "policy_factory")}
-        common |= {
-            "frames_per_batch": self.frames_of(worker),
-            "track_policy_version": PolicyVersion() if self.tracks_version else False,
-            "storing_device": None,
-            "worker_idx": worker,
-            "total_frames": -1,
-            "return_same_td": False,
-            "use_buffers": None,
-            "progress": False,
-        }
-        checked = CollectorConfig(**common)
-        if self.replay_buffer is not None:
-            return checked
-        return replace(  # what is done to whole batches is done where they are joined
-            checked, postproc=None, split_trajs=None, trajs_per_batch=None, traj_format=None, init_random_frames=None
-        )
-
-    def storing(self, worker: int) -> Any:
-        """Where a worker's batches are to lie in the end; None leaves them in shared memory."""
-        names = ("device", "storing_device", "policy_device", "env_device")
-        return Devices.resolve(*(self._own(name, worker) for name in names)).storing
-
     @property
-    def devices(self) -> Devices:
-        """Of worker 0."""
-        return Devices.resolve(*(self._own(name, 0) for name in PER_WORKER))
-
-
-def factories(create_env_fn: Any, num_workers: int | None, owner: str) -> list[Any]:
-    """One factory for each worker."""
-    if isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, str):
-        if not create_env_fn:
-            raise ValueError(f"{owner} needs at least one env factory, got an empty list.")
-        return list(create_env_fn)
-    if num_workers is None:
-        raise ValueError(
-            f"{owner} runs one env factory per worker: give it a list, as in [make_env] * 4, or num_workers=4."
+    def supervision(self) -> Supervision:
+        """What happens when a worker fails."""
+        return Supervision(
+            self.on_worker_failure,
+            self.max_restarts,
+            self.stall_warning_s,
+            self.stall_timeout_s,
+            self.start_timeout_s,
         )
-    if isinstance(num_workers, bool) or not isinstance(num_workers, Integral):
-        raise TypeError(f"num_workers must be a whole number, got {num_workers!r}.")
-    if num_workers < 1:
-        raise ValueError(f"num_workers must be at least 1, got {num_workers}.")
-    return [create_env_fn] * int(num_workers)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from swath.collectors.config import check_kind
+from swath.collectors.kinds import check_kind
 from swath.errors import suggestion
 
 ACTIVITIES = {

@@ -1,281 +1,424 @@
-"""A collector's worker: an ordinary `Collector` in a process of its own, which does what messages say.
-
-NOTE [Two planes]: work (collect, fill, run free) and control (calls, weights, rest) come through the same channel, but
-wait in two queues. Whenever nothing is being collected, control comes first: it is answered after the batch that is
-being collected, not after all that wait, and it never costs a batch.
-"""
+"""A collector's worker: an engine that does what its collector asks for, in this process or in another."""
 
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
-from torch import nn
 
-from swath.collectors.board import STOP_ALL, Attention
-from swath.collectors.collector import Collector
-from swath.collectors.messages import (
-    Answer,
-    Call,
-    Collect,
-    Collected,
-    Failed,
-    Fill,
-    GoOn,
-    Ready,
-    Rest,
-    RunFree,
-    Spent,
-    Task,
-)
-from swath.collectors.shared_arena import WorkerSlots
-from swath.envs import EnvBase, as_env
-from swath.modules import RandomPolicy
-from swath.runtime import ChannelClosedError, Failure, Goodbye
+from swath.collectors.profile import ProfileConfig, ProfilingHook
+from swath.collectors.reflection import Reflection
+from swath.envs.registry import Registered
+from swath.keys import Key
+from swath.rollout.engine import Engine, EngineSettings, has_weights
+from swath.rollout.loop import Interruptor, Receipt
+from swath.rollout.slots import FEW, Slot
+from swath.runtime.carrier import EVERYTHING, Link, Order, Topic
+from swath.runtime.columns import Columns, Leaf
+from swath.runtime.local import LocalLink
+from swath.runtime.snapshots import Snapshots
 from swath.seeding import policy_seed
-from swath.weights import Layout, Subscriber, TakeFrom
+from swath.weights import Subscriber, WeightLayout
+
+FIELDS = (
+    "frames",
+    "batches",
+    "episodes",
+    "idle_frames",
+    "pending_frames",
+    "dropped_frames",
+    "policy_version",
+    "mean_return",
+    "mean_length",
+    "time/env",
+    "time/policy",
+    "time/bookkeeping",
+    "time/waiting",
+)
+"""What a worker reports."""
+
+# -- orders --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class CollectorWorker:
-    """Runs in the worker process; `begin` alone for those who hand it messages themselves."""
+class Collect:
+    """Fill the place of the order."""
 
-    task: Task
-
-    def __call__(self, channel: Any) -> None:
-        """Work until told to end."""
-        session = self.begin(channel)
-        while session.step():
-            pass
-        session.end()
-
-    def begin(self, channel: Any) -> Session:
-        """Make the collector and say what its batches look like."""
-        return Session(self.task, channel)
+    random: bool = False
 
 
-class Session:
-    """A worker at work."""
+@dataclass(frozen=True)
+class Fill:
+    """Collect so many steps into the replay buffer, in batches of `batch` steps."""
 
-    def __init__(self, task: Task, channel: Any) -> None:
-        """Make the collector."""
-        self._task, self._channel = task, channel
-        self._control: deque[Any] = deque()
-        self._work: deque[Any] = deque()
-        self._free: RunFree | None = None
-        self._is_resting = False
+    steps: int
+    batch: int
+
+
+# -- questions -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reset:
+    """Begin new episodes, in all lanes or in these."""
+
+    lanes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class SetSeed:
+    """Seed every lane and the policy's noise, and begin new episodes."""
+
+    seed: int
+    static: bool
+
+
+@dataclass(frozen=True)
+class GetState:
+    """What is needed to go on elsewhere."""
+
+
+@dataclass(frozen=True)
+class LoadState:
+    """Go on from a saved state; with ids of another number, if one is given."""
+
+    state: dict[str, Any]
+    strict: bool
+    number: int | None = None
+
+
+@dataclass(frozen=True)
+class SetHook:
+    """Replace `pre_collect_hook` or `post_collect_hook`."""
+
+    name: str
+    hook: Any
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Trace the first rollouts; None ends that."""
+
+    config: ProfileConfig | None
+
+
+@dataclass(frozen=True)
+class GetLayout:
+    """What the weights of a model look like."""
+
+    model_id: str
+
+
+@dataclass(frozen=True)
+class GetWeights:
+    """The weights of the policy."""
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """Act with the newest weights at once."""
+
+
+@dataclass(frozen=True)
+class FinishEpisodes:
+    """All frames are collected."""
+
+
+@dataclass(frozen=True)
+class BreakOff:
+    """What is collected next is not written to the replay buffer."""
+
+
+@dataclass(frozen=True)
+class MoveToThread:
+    """From now on, run in a thread beside the trainer."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Call a method of the worker by name, with a path or other arguments of the user's."""
+
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+
+
+# -- the worker ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """What a worker's batches look like: all that its collector must know of its env and policy."""
+
+    leaves: dict[Key, Leaf]
+    delivered: list[Key]
+    batch_size: tuple[int, ...]
+    device: torch.device | None
+    env: str
+    policy: WeightLayout | None
+    """Of the policy, if it has weights."""
+
+
+@dataclass(frozen=True)
+class EngineTask:
+    """What a worker is started for."""
+
+    index: int
+    number: int
+    """Part of the ids of its trajectories, which no other worker has or had."""
+    settings: EngineSettings
+    create_env_fn: Any
+    create_env_kwargs: dict[str, Any] | None = None
+    policy: Any = None
+    policy_factory: Callable[[], Any] | None = None
+    init_fn: Callable[[], Any] | None = None
+    registered: Registered | None = None
+    """Envs that only the parent may know."""
+    seed: tuple[int, bool] | None = None
+
+    def begin(self, link: Link) -> EngineJob:
+        """Make the engine, in the worker."""
+        if self.registered is not None:
+            self.registered.adopt()
+        if self.init_fn is not None:
+            self.init_fn()
+        engine = Engine.make(
+            self.create_env_fn,
+            self.policy,
+            replace(self.settings, worker=self.number),
+            policy_factory=self.policy_factory,
+            create_env_kwargs=self.create_env_kwargs,
+            worker=self.index,
+        )
+        job = EngineJob(engine, self.index, link)
+        if self.seed is not None:
+            job.answer(SetSeed(*self.seed))
+        return job
+
+
+@dataclass(frozen=True)
+class LocalTask:
+    """The same for an engine that exists already, in this process."""
+
+    engine: Engine
+    index: int
+
+    def begin(self, link: Link) -> EngineJob:
+        """Take the engine."""
+        return EngineJob(self.engine, self.index, link)
+
+
+class EngineJob(Reflection):
+    """An engine at work. What users name by a path (`env.batch_size`, `policy.module`) begins here."""
+
+    def __init__(self, engine: Engine, worker_idx: int, link: Link) -> None:
+        """Run `engine`, and let the pool see how it is doing through `link`."""
+        self.engine, self.worker_idx = engine, worker_idx
+        self._link = link
         self._weights = Subscriber()
-        self._attention = Attention(task.board, task.index, channel.take_in, task.config.interruptor)
-        try:
-            self.collector = self._made(task)
-        except BaseException as error:
-            self._fail(error, "being made")
-        loop = self.collector._loop
-        self._slots = WorkerSlots(loop.arena.leaves, tuple(self.collector.env.batch_size))
-        self._is_on_cpu = (self.collector.env.rows_device or torch.device("cpu")).type == "cpu"
-        policy = self.collector.policy
-        has_weights = isinstance(policy, nn.Module) and not isinstance(policy, RandomPolicy)
-        channel.send(
-            Ready(
-                leaves=loop.arena.leaves,
-                delivered=loop.delivered,
-                batch_size=tuple(self.collector.env.batch_size),
-                env=repr(self.collector.env),
-                policy=Layout.of(policy) if has_weights else None,
-            )
+        self._profiler: ProfilingHook | None = None
+        self._watch = StepWatch(link, engine.settings.interruptor)
+        self._slots: dict[Columns, Slot] = {}
+        self._is_on_cpu = (engine.env.rows_device or torch.device("cpu")).type == "cpu"
+        if not link.is_local:  # nobody can interrupt, or watch, what runs in the same thread
+            engine.watch(self._watch, self._watch.is_wanted)
+        self._report()
+
+    # -- what users may name -----------------------------------------------------------------------------------
+
+    @property
+    def env(self) -> Any:
+        """What is stepped."""
+        return self.engine.env
+
+    @property
+    def policy(self) -> Any:
+        """What acts."""
+        return self.engine.policy
+
+    @property
+    def replay_buffer(self) -> Any:
+        """What is written to, if there is one."""
+        return self.engine.settings.replay_buffer
+
+    @property
+    def policy_version(self) -> int:
+        """The number of the weights that it acts with."""
+        return self.engine.version
+
+    def get_policy_version(self) -> int:
+        """The same as `policy_version`."""
+        return self.policy_version
+
+    def stats(self) -> dict[str, float]:
+        """Frames, episodes, recent returns, and where the time went."""
+        return self.engine.stats()
+
+    def reset(self, lanes: tuple[int, ...] | None = None) -> None:
+        """Begin new episodes, in all lanes or in these."""
+        self.engine.reset(lanes)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed every lane and the policy's noise, and begin new episodes."""
+        if not self._link.is_local:  # envs may draw from the generators of Python and numpy, which are the worker's own
+            own = policy_seed(seed, self.worker_idx)
+            random.seed(own)
+            np.random.seed(own % 2**32)
+        return self.engine.set_seed(seed, static_seed, self.worker_idx)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to go on elsewhere."""
+        return self.engine.state_dict()
+
+    # -- what a session asks for -------------------------------------------------------------------------------
+
+    def describe(self) -> BatchLayout:
+        """What batches look like."""
+        policy = self.policy
+        return BatchLayout(
+            leaves=self.engine.leaves,
+            delivered=self.engine.delivered,
+            batch_size=tuple(self.env.batch_size),
+            device=self.env.rows_device,
+            env=repr(self.env),
+            policy=WeightLayout.of(policy) if has_weights(policy) else None,
         )
 
-    def _made(self, task: Task) -> Collector:
-        task.registered.adopt()
-        if task.init_fn is not None:
-            task.init_fn()
-        config = replace(task.config, interruptor=self._attention, worker_idx=task.index)
-        collector = Collector.of(config, self._make_env, task.policy)
-        collector._loop.lanes.ids.renumber(task.number)
-        if collector._writer is not None:
-            collector._writer.stopping = self._should_not_wait
-        for store in task.stores:
-            self._weights.take_from(store)
-        self._attention.write({})
-        if task.seed is not None:
-            _seed_globals(task.seed[0], task.index)
-            collector.set_seed(*task.seed)
-        return collector
-
-    def _make_env(self, **kwargs: Any) -> EnvBase:
-        """The worker's env, which knows its place among the lanes of all workers before it is reset."""
-        env = as_env(self._task.create_env_fn, kwargs)
-        env.first_lane = self._task.index * env.num_lanes
-        return env
-
-    def _should_not_wait(self) -> bool:
-        """Whether to write at once what waits for its turn in the replay buffer."""
-        return self._attention.is_wanted or self._channel.has_news()
-
-    # -- what is done next -------------------------------------------------------------------------------------
-
-    def step(self) -> bool:
-        """Do the next thing; whether there is more to come."""
-        message = self._next()
-        match message:
-            case Goodbye():
-                return False
-            case Collect() | Fill():
-                self._attempt(message)
-            case RunFree():
-                self._free = message
-            case GoOn():
-                self._is_resting = False
-            case TakeFrom():
-                self._weights.take_from(message)
-            case Rest(number=number):
-                self._is_resting = True
-                self._channel.send(Answer(number))
-            case Call():
-                self._answer(message)
-            case None:
-                self._attempt(None)
+    def work(self, order: Order, has_questions: Callable[[], bool]) -> Receipt:
+        """Collect."""
+        self._watch.ticket, self._watch.has_questions = order.ticket, has_questions
+        match order.work:
+            case Collect(random=random):
+                receipt = self._collect(order, random)
+            case Fill(steps=steps, batch=batch):
+                receipt = self._fill(steps, batch)
             case _:
-                raise TypeError(f"A worker cannot understand {message!r}.")
-        return True
+                raise TypeError(f"A worker cannot understand {order.work!r}.")
+        self._report()
+        return receipt
 
-    def _next(self) -> Any:
-        """The next message: control first; None to run on freely."""
-        try:
-            return self._received()
-        except ChannelClosedError:
-            raise
-        except Exception as error:  # what the parent can import, a worker may not
-            self._fail(error, "reading a message")
+    def _collect(self, order: Order, random: bool) -> Receipt:
+        assert order.place is not None
+        self._adopt()
+        memory = self._link.memory(order.place)
+        slot = self._slots.get(memory)
+        if slot is None:
+            if len(self._slots) > 2 * FEW:  # most of it is memory that is no longer used
+                self._slots.clear()
+            slot = self._slots[memory] = Slot.over(memory, tuple(self.env.batch_size))
+        if self._link.is_local or self._is_on_cpu:
+            return self.engine.collect(slot, random=random)
+        return self.engine.collect_elsewhere(slot, random=random)
 
-    def _received(self) -> Any:
-        self._sort(self._channel.receive_all() if self._channel.has_news() else [])
-        while True:
-            if self._control:
-                return self._control.popleft()
-            if not self._is_resting:
-                if self._work:
-                    return self._work.popleft()
-                if self._free is not None:
-                    return None
-            self._sort([self._channel.receive()])
-
-    def _sort(self, messages: list[Any]) -> None:
-        for message in messages:
-            (self._work if isinstance(message, Collect | Fill) else self._control).append(message)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether there is something to do."""
-        return bool(self._control or self._work or self._channel.has_news())
-
-    def end(self) -> None:
-        """Close the env."""
-        self.collector.shutdown(raise_on_error=False)
-
-    # -- work --------------------------------------------------------------------------------------------------
-
-    def _attempt(self, work: Collect | Fill | None) -> None:
-        """Do work; a collector that has failed in it cannot go on."""
-        try:
+    def _fill(self, steps: int, batch: int) -> Receipt:
+        whole: Receipt | None = None
+        while steps:
             self._adopt()
-            match work:
-                case Collect():
-                    self._collect(work)
-                case Fill():
-                    self._fill(work)
-                case None:
-                    self._run_free()
-        except BaseException as error:
-            self._fail(error, "collecting")
+            wanted = min(steps, batch)
+            receipt = self.engine.write(wanted)
+            steps -= receipt.steps
+            if whole is None:
+                whole = receipt
+            else:
+                frames = whole.frames + receipt.frames
+                whole = replace(receipt, begin=whole.begin, steps=whole.steps + receipt.steps, frames=frames)
+            if self._watch.is_wanted() or (receipt.steps < wanted):
+                break
+            if steps:
+                self._report()
+        assert whole is not None
+        return whole
 
-    def _adopt(self) -> None:
-        self._weights.adopt(self.collector._find_model)
-        self.collector._loop.version = self._weights.version
+    def answer(self, request: object) -> object:
+        """Answer a question of the collector."""
+        self._adopt()
+        match request:
+            case Reset(lanes=lanes):
+                self.reset(lanes)
+            case SetSeed(seed=seed, static=static):
+                self.set_seed(seed, static)
+            case GetState():
+                return self.state_dict()
+            case LoadState(state=state, strict=strict, number=number):
+                self.engine.load_state_dict(state, strict)
+                if number is not None:
+                    self.engine.renumber(number)
+            case SetHook(name=name, hook=hook):
+                self.engine.set_hook(name, hook)
+            case Profile(config=config):
+                self._profile(config)
+            case GetLayout(model_id=model_id):
+                return WeightLayout.of(self.engine.find_model(model_id))
+            case GetWeights():
+                return self.policy.state_dict()
+            case FinishEpisodes():
+                self.engine.finish_episodes()
+                self._report()
+            case BreakOff():
+                self.engine.break_off()
+            case MoveToThread():
+                self.engine.move_to_thread()
+                self.engine.watch(self._watch, self._watch.is_wanted)
+            case Call(method=method, args=args, kwargs=kwargs):
+                return getattr(self, method)(*args, **(kwargs or {}))
+            case Adopt():
+                pass
+            case _:
+                raise TypeError(f"A worker cannot understand {request!r}.")
+        return None
 
-    def _collect(self, work: Collect) -> None:
-        self._attention.ticket = work.ticket
-        self._slots.forget(work.forget)
-        slot = self._slots.slot(work.memory)
-        if self._is_on_cpu:
-            receipt = self.collector.collect_into(slot, work.random)
-        else:  # the env's rows lie on a device, which writes to its own memory
-            private = self.collector._loop.arena.acquire(slot.steps)
-            receipt = self.collector.collect_into(private, work.random)
-            for key, tensor in slot.tensors.items():
-                tensor.copy_(private.tensors[key])
-        self._report()
-        self._channel.send(Collected(work.ticket, receipt.steps, receipt.frames, receipt.version))
-
-    def _fill(self, work: Fill) -> None:
-        self._attention.ticket = work.ticket
-        frames = self._filled(work.steps)
-        steps = frames // self.collector.env.num_lanes
-        self._channel.send(Collected(work.ticket, steps, frames, self._weights.version))
-
-    def _filled(self, steps: int) -> int:
-        before = self.collector._budget.spent
-        self.collector.fill(steps)
-        self._report()
-        return self.collector._budget.spent - before
-
-    def _run_free(self) -> None:
-        assert self._free is not None
-        self._attention.ticket = STOP_ALL
-        budget, collector = self._free.budget, self.collector
-        steps = budget.claim(self._task.index, collector.frames_per_batch, collector.env.num_lanes)
-        if steps:
-            budget.settle(self._task.index, self._filled(steps))
-            return
-        collector.finish_episodes()
-        self._report()
-        self._free = None
-        self._channel.send(Spent())
+    def _profile(self, config: ProfileConfig | None) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+            self.engine.set_hook("post_collect_hook", self._profiler.inner)
+            self._profiler = None
+        if config is not None:
+            self._profiler = ProfilingHook(config, self.worker_idx, self.engine.settings.post_collect_hook)
+            self.engine.set_hook("post_collect_hook", self._profiler)
 
     def _report(self) -> None:
-        self._attention.write(self.collector.stats())
+        if isinstance(self._link, LocalLink):
+            self._link.report(self.engine.stats)
+        else:
+            self._link.report(self.stats())
 
-    # -- control -----------------------------------------------------------------------------------------------
+    def _adopt(self) -> None:
+        if self._weights.adopt(self.engine.model_to_load):
+            self.engine.version = self._weights.version
 
-    def _answer(self, call: Call) -> None:
-        if call.clears:
-            self._forget_work()
-        try:
-            self._adopt()
-            if call.path == "set_seed" and not self._is_local:
-                _seed_globals(call.args[0], self._task.index)
-            value = self.collector.cascade_execute(call.path, *call.args, **(call.kwargs or {}))
-            self._channel.send(Answer(call.number, cloudpickle.dumps(value), ticket=self._attention.ticket))
-        except Exception as error:
-            self._channel.send(Answer(call.number, failure=Failure.of(error)))
+    def idle(self) -> None:
+        """Nothing is done meanwhile."""
 
-    def _forget_work(self) -> None:
-        """Do nothing of what waits; but memory that it tells of is told of once only, and used for other work later."""
-        for work in self._work:
-            if isinstance(work, Collect):
-                self._slots.forget(work.forget)
-                self._slots.slot(work.memory)
-        self._work.clear()
+    def subscribe(self, topic: Topic, snapshots: Snapshots) -> None:
+        """Take weights from there."""
+        self._weights.subscribe(topic, snapshots)
 
-    @property
-    def _is_local(self) -> bool:
-        """Whether this runs in the parent's own process, where errors need no carrying."""
-        return bool(getattr(self._channel, "is_local", False))
-
-    def _fail(self, error: BaseException, doing: str) -> None:
-        if self._is_local or isinstance(error, ChannelClosedError):
-            raise error
-        self._channel.send(Failed(Failure.of(error), doing))
-        raise SystemExit(1) from error
+    def stop(self) -> None:
+        """Close the env."""
+        self._profile(None)
+        self.engine.close()
 
 
-def _seed_globals(seed: int, worker: int) -> None:
-    """Envs may draw from the generators of Python and numpy, which are the worker's own."""
-    own = policy_seed(seed, worker)
-    random.seed(own)
-    np.random.seed(own % 2**32)
+class StepWatch:
+    """Asked after every step whether to go on, which shows the pool that the worker lives."""
+
+    def __init__(self, link: Link, users: Interruptor | None) -> None:
+        """Ask the pool, and the interruptor that the user may have given."""
+        self.ticket = EVERYTHING
+        """The order that is being done."""
+        self.has_questions: Callable[[], bool] = bool
+        self._beat, self._link, self._users = link.beat, link, users
+
+    def collection_stopped(self) -> bool:
+        """Whether the batch should end here."""
+        if self._beat(self.ticket):
+            return True
+        return self._users is not None and bool(self._users.collection_stopped())
+
+    def is_wanted(self) -> bool:
+        """Whether the worker is wanted elsewhere: asked while it waits for the replay buffer."""
+        return self._link.is_interrupted(self.ticket) or self.has_questions()

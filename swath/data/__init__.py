@@ -1,19 +1,19 @@
 """Where experience is kept: replay buffers, their storages, samplers and writers."""
 
-from swath.data.columns import LazyMemmapStorage, LazyTensorStorage, TensorStorage
-from swath.data.pacing import RateLimitError
+from swath.data.pacing import RateLimiter
 from swath.data.prioritized import PrioritizedSampler
-from swath.data.rate_limiter import RateLimiter
 from swath.data.replay_buffer import ReplayBuffer
-from swath.data.samplers import NothingToSampleError, RandomSampler, Sampler, SamplerWithoutReplacement
+from swath.data.samplers import RandomSampler, Sampler, SamplerWithoutReplacement
 from swath.data.slices import SliceSampler, SliceSamplerWithoutReplacement
 from swath.data.storages import ListStorage, Storage
+from swath.data.tensor_storages import LazyMemmapStorage, LazyTensorStorage, TensorStorage
 from swath.data.tensordict_buffers import (
     PrioritizedReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
 from swath.data.writers import RoundRobinWriter, TensorDictRoundRobinWriter, Writer
+from swath.errors import NothingToSampleError, RateLimitError
 
 __all__ = [
     "LazyMemmapStorage",

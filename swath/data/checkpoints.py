@@ -19,11 +19,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from swath.data.columns import TensorStorage
-from swath.data.layout import Layout, array_of, dtype_named, name_of
 from swath.data.samplers import Draw
+from swath.data.storage_layout import StorageLayout, dtype_named, name_of
 from swath.data.storages import ListStorage, Storage
+from swath.data.tensor_storages import TensorStorage
 from swath.keys import as_key
+from swath.runtime.columns import array_of
 
 STATE_FILE = "replay_buffer.json"
 FOLDER = "replay_buffer_"
@@ -74,11 +75,11 @@ def load_storage_state(storage: Storage, state: Mapping[str, Any]) -> None:
         if storage.is_ready:
             storage.ledger.clear()
         return
-    _load_tensors(storage, Layout.from_json(state["layout"]), state["tensors"], used)
+    _load_tensors(storage, StorageLayout.from_json(state["layout"]), state["tensors"], used)
     storage.ledger.load_state_dict(state["ledger"])
 
 
-def _load_tensors(storage: TensorStorage, layout: Layout, tensors: list[Tensor], used: int) -> None:
+def _load_tensors(storage: TensorStorage, layout: StorageLayout, tensors: list[Tensor], used: int) -> None:
     if len(layout.dims) + 1 != storage.ndim or layout.rows != storage.max_size // max(layout.lanes, 1):
         raise ValueError(
             f"The saved buffer has {layout.rows} rows in {len(layout.dims) + 1} dimensions, which do not fit into this "
@@ -101,7 +102,7 @@ def _load_tensors(storage: TensorStorage, layout: Layout, tensors: list[Tensor],
 
 
 def dump(state: Any, path: Path) -> None:
-    """Write `state` to the directory `path`, beside whatever else is there.
+    """Write `state` to the directory `path`, beside what else is there.
 
     Tensors go to a new folder in it; then one file, which names the folder, is replaced in one step, and the folder
     that it named before is removed. Whoever is killed meanwhile leaves the former state, or the new one.
@@ -111,7 +112,7 @@ def dump(state: Any, path: Path) -> None:
     folder = path / f"{FOLDER}{secrets.token_hex(8)}"
     folder.mkdir(mode=0o700)
     files: list[str] = []
-    words = {"format": FORMAT, "folder": folder.name, "state": _told(state, folder, files)}
+    words = {"format": FORMAT, "folder": folder.name, "state": _in_words(state, folder, files)}
     fresh = path / f".{STATE_FILE}.{folder.name}"
     fresh.write_text(json.dumps(words))
     os.replace(fresh, path / STATE_FILE)
@@ -129,7 +130,7 @@ def load(path: Path) -> Any:
         raise ValueError(f"{path} was written in format {words.get('format')!r}; this version reads {FORMAT}.")
     if not _is_ours(words["folder"]):
         raise ValueError(f"{path / STATE_FILE} names the folder {words['folder']!r}, which is none of a checkpoint.")
-    return _understood(words["state"], path / words["folder"])
+    return _read_back(words["state"], path / words["folder"])
 
 
 def _is_ours(name: str) -> bool:
@@ -154,7 +155,7 @@ def restored_draw(state: Mapping[str, Any]) -> Draw:
     return Draw(state["index"].numpy().copy(), info, overrides, state["ends_epoch"])
 
 
-def _told(value: Any, folder: Path, files: list[str]) -> Any:
+def _in_words(value: Any, folder: Path, files: list[str]) -> Any:
     """`value` in words that JSON knows, with tensors in files of their own."""
     if isinstance(value, Tensor):
         name = f"{len(files):04d}.bin"
@@ -162,15 +163,17 @@ def _told(value: Any, folder: Path, files: list[str]) -> Any:
         array_of(value.detach().cpu().contiguous()).tofile(folder / name)
         return {"tensor": name, "dtype": name_of(value.dtype), "shape": list(value.shape)}
     if isinstance(value, Mapping):
-        return {"dict": [[_told(key, folder, files), _told(inner, folder, files)] for key, inner in value.items()]}
+        return {
+            "dict": [[_in_words(key, folder, files), _in_words(inner, folder, files)] for key, inner in value.items()]
+        }
     if isinstance(value, list | tuple):
-        return {type(value).__name__: [_told(inner, folder, files) for inner in value]}
+        return {type(value).__name__: [_in_words(inner, folder, files) for inner in value]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"A {type(value).__name__} cannot be saved; only tensors, numbers, strings, dicts and lists can.")
 
 
-def _understood(words: Any, folder: Path) -> Any:
+def _read_back(words: Any, folder: Path) -> Any:
     if not isinstance(words, dict):
         return words
     if "tensor" in words:
@@ -181,9 +184,9 @@ def _understood(words: Any, folder: Path) -> Any:
         raw = np.memmap(folder / Path(words["tensor"]).name, np.uint8, "c", shape=(size,))
         return torch.from_numpy(raw).view(dtype).view(shape)
     if "dict" in words:
-        return {_understood(key, folder): _understood(inner, folder) for key, inner in words["dict"]}
+        return {_read_back(key, folder): _read_back(inner, folder) for key, inner in words["dict"]}
     ((kind, inner),) = words.items()
-    values = [_understood(value, folder) for value in inner]
+    values = [_read_back(value, folder) for value in inner]
     return tuple(values) if kind == "tuple" else values
 
 

@@ -34,8 +34,9 @@ class Contents:
     seams: np.ndarray
     """`[lanes * capacity]`, bool: the frame does not continue the one before it in its lane, as when another writer or
     another env wrote that one. Says nothing of episodes that end: their flags and ids do."""
-    column: Callable[[Key], np.ndarray]
-    """The entry of that key, for all frames: `[lanes * capacity, ...]`. KeyError if there is none."""
+    entry: Callable[[Key, np.ndarray], np.ndarray]
+    """The entry of that key, for frames `index` of any shape, which need not hold anything: `[*index.shape, ...]`.
+    KeyError if there is none."""
     origin: int = 0
     """The first position since the buffer was last emptied: if it is still `first`, nothing was overwritten."""
     whole: bool = False
@@ -43,21 +44,11 @@ class Contents:
     edits: int = 0
     """Another number whenever frames have been changed where they lie. It changes once they can be read again: who has
     looked at them while they were hidden, or before, has to look again."""
-    gather: Callable[[Key, np.ndarray], np.ndarray] | None = None
-    """The entry of that key, for the frames `[B]` alone, which need not hold anything: `[B, ...]`. KeyError if there is
-    none. For columns that cannot be had whole without a copy, as on an accelerator."""
 
     @property
     def rows(self) -> int:
         """How many positions may hold something."""
         return self.end - self.first
-
-    def entry(self, key: Key, index: np.ndarray) -> np.ndarray:
-        """The entry of that key, for the frames `index` of any shape: `[*index.shape, ...]`. KeyError if none."""
-        if self.gather is None:
-            return np.asarray(self.column(key)[index])
-        entry = self.gather(key, index.reshape(-1))
-        return entry.reshape(*index.shape, *entry.shape[1:])
 
     def index(self, positions: np.ndarray, lanes: np.ndarray | int = 0) -> np.ndarray:
         """The frames of `lanes` at `positions`."""

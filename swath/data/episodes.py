@@ -1,292 +1,307 @@
-"""Whole episodes from frames that lie in pieces: in batches, or in a ring of which the oldest part is overwritten.
+"""Episodes: the one place where frames are cut into episodes, and episodes joined over batches.
 
-NOTE [Beginnings] A frame does not say what was before it. The first frame there is of an episode counts as its
-beginning if one of these says so, the first that can:
-
-1. `is_init`, where the frames have it;
-2. `step_count` of 0, where they have that;
-3. the caller, who knows that no frames are missing (`whole=True`);
-4. its id. Workers number their episodes in the order in which they begin, and write batch after batch, each lane in one
-   piece. So an id that comes again, with others in between, is in a later batch. When that has happened twice, one
-   whole batch has passed, and with it all episodes that were running when the oldest frames were written: ids above
-   all of those began later;
-5. the frame before it, in the same run (no seam between them): that one ended an episode. This is believed only as long
-   as no ids come again or go down without a seam, which is how lanes look that were put in a row without telling.
-
-Otherwise the beginning may have been overwritten, and the episode counts as headless. What can still be taken for whole
-wrongly: several lanes in a row without seams, in so few frames that no id comes again.
+`find_pieces` cuts: for `split_trajectories`, for the slices of buffers, for export, and for `Episodes`, which joins the
+pieces that come batch by batch.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import chain
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from swath.data.contents import Contents
-from swath.keys import DONE, FLAGS, IS_INIT, NEXT, STEP_COUNT, TERMINATED, TRAJ_IDS, TRUNCATED, Key, after, nest
+from swath.keys import (
+    DONE,
+    MASK,
+    NEXT,
+    PADDING_ID,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    WORKER_BITS,
+    Key,
+    after,
+    as_key,
+    nest,
+)
 
-WORKER_BITS = 40
-"""An id is (worker << 40 | number), as collectors give them."""
-PLACE = "_place"
-"""Where a frame lies among those that are looked at."""
+
+@dataclass(frozen=True)
+class Pieces:
+    """Stretches of frames `[N, T]` that are of one episode each, as arrays `[P]`.
+
+    Attributes:
+        lane: the row of each piece.
+        first: its first step.
+        end: the step after its last one.
+        name: the id of its episode.
+        is_last: whether its last frame ends the episode.
+    """
+
+    lane: np.ndarray
+    first: np.ndarray
+    end: np.ndarray
+    name: np.ndarray
+    is_last: np.ndarray
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.lane)
 
 
-def episodes_of(
-    frames: TensorDictBase,
-    seams: Sequence[bool] | np.ndarray | None = None,
+def find_pieces(
     *,
-    whole: bool = False,
-    keep_headless: bool = False,
-    keep_unfinished: bool = False,
-    fetch: Callable[[np.ndarray], TensorDictBase] | None = None,
-) -> Iterator[TensorDictBase]:
-    """The complete episodes `[L]` among `frames` `[M]`, in the order in which they end.
-
-    Pieces with the same `("collector", "traj_ids")` are one episode, however far apart they lie. Frames without ids are
-    cut at seams and where an episode ends, and nothing is joined. See NOTE [Beginnings] for what is complete.
+    ids: np.ndarray | None = None,
+    done: np.ndarray | None = None,
+    seams: np.ndarray | None = None,
+    there: np.ndarray | None = None,
+) -> Pieces:
+    """Cut frames `[N, T]`, N lanes each in the order of time, into pieces, lane after lane.
 
     Args:
-        frames: in the order of time within each run of frames; frames with a negative id are padding.
-        seams: bool `[M]`, True where a frame does not continue the one before it, as where another lane begins. Frame 0
-            never does.
-        whole: whether no earlier frames are missing, as in a buffer that has never been full.
-        keep_headless: give also episodes whose beginning may be missing.
-        keep_unfinished: give also episodes without an end, the last frame marked as truncated.
-        fetch: a function that gives the frames at some places among the M, in that order. `frames` then need only have
-            flags, ids, and `is_init` or `step_count`, and no more than one episode is ever read at a time.
+        ids: the episode of each frame, told apart from its neighbours. Without ids, pieces are numbered from 0.
+        done: which frames end their episode.
+        seams: which frames do not continue the one before.
+        there: which frames are any; by default those whose id is not negative.
     """
-    joiner = EpisodeJoiner(whole=whole, keep_headless=keep_headless, keep_unfinished=keep_unfinished, copies=False)
-    if fetch is not None:
-        frames = frames.clone(recurse=False).set(PLACE, torch.arange(len(frames)))
-    found = joiner.add(frames.unsqueeze(0), None if seams is None else np.asarray(seams)[None])
-    for episode in chain(found, joiner.give_up()):
-        yield episode if fetch is None else _ended(fetch(episode.get(PLACE).numpy()))
+    shape = next(each.shape for each in (ids, done, seams, there) if each is not None)
+    cut = np.zeros(shape, bool) if done is None else done.copy()  # after which frames
+    if ids is not None:
+        cut[:, :-1] |= ids[:, 1:] != ids[:, :-1]
+    if seams is not None:
+        cut[:, :-1] |= seams[:, 1:]
+    if there is not None:
+        cut[:, :-1] |= there[:, 1:] != there[:, :-1]
+    cut[:, -1:] = True
+    end = np.flatnonzero(cut) + 1
+    first = np.concatenate(([0], end))[: len(end)]
+    real = there.reshape(-1)[first] if there is not None else None if ids is None else ids.reshape(-1)[first] >= 0
+    if real is not None:
+        first, end = first[real], end[real]
+    lane = first // shape[1]
+    name = np.arange(len(first)) if ids is None else ids.reshape(-1)[first]
+    is_last = np.zeros(len(first), bool) if done is None else done.reshape(-1)[end - 1]
+    return Pieces(lane, first - lane * shape[1], end - lane * shape[1], name, is_last)
 
 
-def episodes_in(
-    contents: Contents,
-    read: Callable[[np.ndarray], TensorDictBase],
-    *,
-    keep_headless: bool = False,
-    keep_unfinished: bool = False,
-) -> Iterator[TensorDictBase]:
-    """The complete episodes that a buffer holds, as `episodes_of` finds them; one is read at a time.
+@dataclass
+class _Running:
+    """An episode that has not ended yet."""
 
-    Frames that are missing in between belonged to nobody knows which episode, so that none is joined over them.
-
-    Args:
-        contents: what there is.
-        read: gives the frames of some indices (see `Contents`), in that order.
-        keep_headless: give also episodes whose beginning may be missing.
-        keep_unfinished: give also episodes without an end, the last frame marked as truncated.
-    """
-    positions = np.arange(contents.first, contents.end)
-    there = contents.holds(contents.index(positions))
-    edges = np.flatnonzero(np.diff(there, prepend=False, append=False))
-    for begin, end in edges.reshape(-1, 2).tolist():
-        index = contents.index(positions[begin:end], np.arange(contents.lanes)[:, None])  # [lanes, rows]
-        seams = contents.seams[index]
-        seams[:, 0] = True
-        yield from episodes_of(
-            _marks(contents, index.reshape(-1)),
-            seams.reshape(-1),
-            whole=begin == 0 and contents.first == contents.origin,
-            keep_headless=keep_headless,
-            keep_unfinished=keep_unfinished,
-            fetch=partial(_read_at, read, index.reshape(-1)),
-        )
-
-
-def _marks(contents: Contents, index: np.ndarray) -> TensorDict:
-    """What tells episodes apart, of the frames `index`."""
-    entries: dict[Key, Tensor] = {}
-    for key in (*map(after, FLAGS), TRAJ_IDS, IS_INIT, STEP_COUNT):
-        with contextlib.suppress(KeyError):
-            entries[key] = torch.from_numpy(contents.column(key)[index])
-    return TensorDict(nest(entries), batch_size=[len(index)])
-
-
-def _read_at(read: Callable[[np.ndarray], TensorDictBase], index: np.ndarray, places: np.ndarray) -> TensorDictBase:
-    return read(index[places])
-
-
-class EpisodeJoiner:
-    """Joins pieces of episodes by their ids, as they come.
-
-    Args:
-        whole: whether the first frame of an id is its beginning where nothing else tells.
-        keep_headless: give also episodes whose beginning may be missing.
-        keep_unfinished: when they are given up, give episodes without an end, marked as truncated.
-        copies: whether to copy the pieces that wait for more, as when batches are overwritten.
-    """
-
-    def __init__(self, *, whole: bool, keep_headless: bool, keep_unfinished: bool, copies: bool) -> None:
-        """Begin with nothing."""
-        self._whole, self._keep_headless, self._keep_unfinished = whole, keep_headless, keep_unfinished
-        self._copies = copies
-        self._open: dict[int, list[TensorDictBase]] = {}
-        self._headless: set[int] = set()
-        self.left_out = {"headless": 0, "unfinished": 0}
-        """How many episodes were not given, and why."""
+    source: int
+    is_headless: bool
+    """Its beginning went elsewhere, or was given up: what comes of it is dropped."""
+    pieces: list[TensorDictBase] = field(default_factory=list)
 
     @property
-    def open(self) -> set[int]:
-        """The ids that wait for more."""
-        return self._open.keys() | self._headless
+    def frames(self) -> int:
+        return sum(len(piece) for piece in self.pieces)
 
-    def add(self, rows: TensorDictBase, seams: np.ndarray | None = None) -> Iterator[TensorDictBase]:
-        """Take in frames `[N, T]`, N rows each in the order of time, and give what is complete with them.
 
-        What is given may be a view of `rows`.
+class Episodes:
+    """Complete episodes out of frames that come in batches.
+
+    An episode that its worker no longer continues is noticed here, and its frames are counted in `dropped`:
+
+    - If a batch does not begin where the last one of its worker ended, frames went elsewhere in between, or another
+      worker has taken the place: all its running episodes are given up. Those that run at the first step of the batch
+      have no beginning, so that the rest of them is dropped as it comes, unless the worker began with this batch.
+    - Otherwise each batch has frames of all episodes that are running: one that is missing was cut off by a reset.
+
+    Args:
+        keep_headless: keep also episodes whose beginning may be missing.
+        keep_unfinished: make complete episodes of those that are given up, the last frame marked as truncated.
+        copies: whether frames are copied, as where the memory of a batch is used again.
+
+    Attributes:
+        dropped: how many frames were given up.
+        left_out: how many episodes were, by cause: "headless" and "unfinished".
+    """
+
+    def __init__(self, *, keep_headless: bool = False, keep_unfinished: bool = False, copies: bool = True) -> None:
+        """Begin with nothing."""
+        self._keep_headless, self._keep_unfinished, self._copies = keep_headless, keep_unfinished, copies
+        self._running: dict[int, _Running] = {}
+        self._ready: deque[TensorDictBase] = deque()
+        self._steps: dict[int, int] = {}
+        """How many steps each source had made at the end of its last batch."""
+        self._held = 0
+        self.dropped = 0
+        self.left_out = {"headless": 0, "unfinished": 0}
+
+    @property
+    def ready(self) -> int:
+        """How many complete episodes wait to be taken."""
+        return len(self._ready)
+
+    @property
+    def pending_frames(self) -> int:
+        """Frames held: of episodes that have not ended yet, and of complete ones. Any thread may ask."""
+        return self._held
+
+    def add(self, frames: TensorDictBase, *, source: int = 0, begin: int | None = None) -> None:
+        """Take in a batch `[..., T]` of the worker `source`. Its frames are copied, and padding (id < 0) left out.
+
+        Args:
+            frames: all lanes of the worker, whose last dimension is time.
+            source: the worker.
+            begin: how many steps the worker had made before this batch; None if that is not known, and then every id
+                that is new is taken for a beginning.
         """
-        done = np.logical_or(*flags_of(rows))
-        seams = np.zeros(done.shape, bool) if seams is None else seams.copy()
-        seams[:, 0] = True
-        ids = _ids_of(rows, done, seams)
-        begins = self._begins(rows, ids, done, seams)
-        for row, first, end in _pieces(ids, done):
-            name, is_last = int(ids[row, first]), bool(done[row, end - 1])
-            is_new = name not in self._open and name not in self._headless
-            if is_new and not begins[row, first] and not self._keep_headless:
-                self._headless.add(name)
-                self.left_out["headless"] += 1
-            if name in self._headless:
-                self._headless -= {name} if is_last else set()
-                continue
-            piece = rows[row, first:end]
-            pieces = self._open.setdefault(name, [])
-            pieces.append(piece.clone() if self._copies and not is_last else piece)
-            if is_last:
-                yield _joined(self._open.pop(name))
+        ids_of_frames = frames.get(TRAJ_IDS, None)
+        if ids_of_frames is None:
+            raise KeyError(
+                f"Trajectories cannot be put together without {TRAJ_IDS!r}: use track_traj_ids=True with "
+                "trajs_per_batch."
+            )
+        if 0 in frames.shape:
+            return
+        rows = frames if frames.ndim == 2 else frames.reshape(-1, frames.shape[-1])
+        ids = ids_of_frames.reshape(rows.shape).cpu().numpy()
+        done = rows.get((NEXT, DONE)).reshape(*rows.shape, -1).any(-1).cpu().numpy()
+        pieces = find_pieces(ids=ids, done=done)
+        begins = np.ones(len(pieces), bool)
+        expected = self._steps.get(source, 0)
+        if begin is not None and begin != expected:  # a discontinuity
+            self.forget(source)
+            if begin:
+                begins = pieces.first > 0
+        self._steps[source] = (expected if begin is None else begin) + rows.shape[1]
+        self.join(rows, pieces, begins, source)
 
-    def give_up(self, ids: Iterable[int] | None = None) -> Iterator[TensorDictBase]:
-        """Wait no longer for the episodes of `ids`, or of all; give them if unfinished ones are to be kept."""
-        for name in sorted(self.open if ids is None else ids):
-            self._headless.discard(name)
-            pieces = self._open.pop(name, None)
-            if pieces is None:
+    @torch.inference_mode(False)  # episodes are trained on, wherever they were asked for
+    def join(self, rows: TensorDictBase, pieces: Pieces, begins: np.ndarray, source: int | None = None) -> None:
+        """Take in `pieces` of `rows` `[N, T]`: all that there is in one batch.
+
+        Args:
+            rows: the frames.
+            pieces: where the pieces lie.
+            begins: bool `[P]`: whether a piece begins its episode, if its id is new.
+            source: the worker that all of them are of; None: each is of the one that its id names.
+        """
+        order = np.lexsort((pieces.name, pieces.end))  # in which they end
+        lanes, firsts, ends, names, lasts, news = (
+            each[order].tolist()
+            for each in (pieces.lane, pieces.first, pieces.end, pieces.name, pieces.is_last, begins)
+        )
+        for lane, first, end, name, is_last, is_new in zip(lanes, firsts, ends, names, lasts, news, strict=True):
+            running = self._running.get(name)
+            if running is None:
+                is_headless = not (is_new or self._keep_headless)
+                self.left_out["headless"] += is_headless
+                running = _Running(name >> WORKER_BITS if source is None else source, is_headless)
+                self._running[name] = running
+            if running.is_headless:
+                self.dropped += end - first
+            else:
+                piece = rows[lane, first:end]
+                running.pieces.append(piece.clone() if self._copies else piece)
+                self._held += end - first
+            if is_last:
+                del self._running[name]
+                if not running.is_headless:
+                    self._ready.append(_joined(running.pieces))
+        sources = {name >> WORKER_BITS for name in names} if source is None else {source} if names else set()
+        seen = set(names)
+        self._give_up([n for n, one in self._running.items() if n not in seen and one.source in sources])
+
+    def lengths(self, count: int) -> list[int]:
+        """The lengths of the next `count` complete episodes."""
+        return [len(episode) for episode in islice(self._ready, count)]
+
+    @torch.inference_mode(False)
+    def take(self, count: int, form: str) -> TensorDictBase:
+        """The next `count` complete episodes: "padded" to `[count, longest]` with a mask, or "cat" after each other."""
+        episodes = [self._ready.popleft() for _ in range(count)]
+        self._held -= sum(map(len, episodes))
+        return padded(episodes) if form == "padded" else _joined(episodes)
+
+    def forget(self, source: int) -> None:
+        """Give up the running episodes of `source`, which will not be continued; it begins anew if it comes again."""
+        self._give_up([name for name, running in self._running.items() if running.source == source])
+        self._steps.pop(source, None)
+
+    def drop(self) -> None:
+        """Give up all running episodes, and what is still to come of them."""
+        running = {name: one.source for name, one in self._running.items()}
+        self._give_up(running)
+        self._running = {name: _Running(source, is_headless=True) for name, source in running.items()}
+
+    def clear(self) -> None:
+        """Give up everything, also complete episodes that nobody took."""
+        self.drop()
+        self.dropped += self._held
+        self._held = 0
+        self._ready.clear()
+
+    def _give_up(self, names: Iterable[int]) -> None:
+        for name in sorted(names):
+            running = self._running.pop(name)
+            if running.is_headless:
                 continue
             if self._keep_unfinished:
-                yield _cut_off(_joined(pieces))
-            else:
-                self.left_out["unfinished"] += 1
+                self._ready.append(cut_off(_joined(running.pieces)))
+                continue
+            self._held -= running.frames
+            self.dropped += running.frames
+            self.left_out["unfinished"] += 1
 
-    def _begins(self, rows: TensorDictBase, ids: np.ndarray, done: np.ndarray, seams: np.ndarray) -> np.ndarray:
-        """Where a first frame of an id is the beginning of its episode, `[N, T]`; see NOTE [Beginnings]."""
-        is_init, count = rows.get(IS_INIT, None), rows.get(STEP_COUNT, None)
-        if is_init is not None:
-            return _per_frame(is_init, rows)
-        if count is not None:
-            return ~_per_frame(count != 0, rows)
-        return np.ones_like(seams) if self._whole else _surely_begun(ids, done, seams)
+    def state_dict(self) -> dict[str, Any]:
+        """All frames held, and what is known of workers."""
+        return {
+            "running": {
+                name: {
+                    "source": running.source,
+                    "is_headless": running.is_headless,
+                    "pieces": [piece.to_dict() for piece in running.pieces],
+                }
+                for name, running in self._running.items()
+            },
+            "ready": [episode.to_dict() for episode in self._ready],
+            "steps": dict(self._steps),
+            "dropped": self.dropped,
+            "left_out": dict(self.left_out),
+        }
 
-
-def _surely_begun(ids: np.ndarray, done: np.ndarray, seams: np.ndarray) -> np.ndarray:
-    """Where an episode begins for sure if its id is there for the first time, `[N, T]`; see NOTE [Beginnings]."""
-    flat_ids, flat_done, flat_seams = ids.reshape(-1), done.reshape(-1), seams.reshape(-1)
-    changes = flat_seams.copy()
-    changes[1:] |= (flat_ids[1:] != flat_ids[:-1]) | flat_done[:-1]
-    at = np.flatnonzero(changes & (flat_ids >= 0))
-    watches: dict[int, _Watch] = {}
-    is_interleaved = False
-    for place, name in zip(at.tolist(), flat_ids[at].tolist(), strict=True):
-        before = int(flat_ids[place - 1]) if place else -1
-        comes_again = watches.setdefault(name >> WORKER_BITS, _Watch()).sees(name, place, before == name)
-        is_interleaved |= not flat_seams[place] and (comes_again or name < before)
-    newest = np.array([watches[name >> WORKER_BITS].newest for name in flat_ids[at].tolist()], np.int64)
-    begun = np.zeros(flat_ids.shape, bool)
-    begun[at] = flat_ids[at] > newest
-    if not is_interleaved:
-        begun[1:] |= flat_done[:-1] & ~flat_seams[1:] & (flat_ids[1:] >= flat_ids[:-1])
-    return begun.reshape(ids.shape)
-
-
-class _Watch:
-    """Looks out for the end of the first whole batch of one worker, and remembers the newest id until then."""
-
-    def __init__(self) -> None:
-        self.newest = -1
-        self._seen: dict[int, int] = {}
-        self._second: int | None = None
-        self._has_passed = False
-
-    def sees(self, name: int, place: int, follows: bool) -> bool:
-        """Take note of a piece of `name` at `place`, which may follow another of its own; whether it comes again."""
-        last = self._seen.get(name)
-        comes_again = last is not None and not follows
-        if comes_again and self._second is None:
-            self._second = place
-        elif comes_again and last is not None and self._second is not None and last >= self._second:
-            self._has_passed = True
-        self._seen[name] = place
-        if not self._has_passed:
-            self.newest = max(self.newest, name)
-        return comes_again
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hold again what was saved."""
+        self._running = {
+            int(name): _Running(saved["source"], saved["is_headless"], [_restored(piece) for piece in saved["pieces"]])
+            for name, saved in state["running"].items()
+        }
+        self._ready = deque(_restored(episode) for episode in state["ready"])
+        self._held = sum(map(len, self._ready)) + sum(running.frames for running in self._running.values())
+        self._steps = {int(source): steps for source, steps in state["steps"].items()}
+        self.dropped, self.left_out = state["dropped"], dict(state["left_out"])
 
 
-def flags_of(frames: TensorDictBase) -> tuple[np.ndarray, np.ndarray]:
-    """terminated and truncated of each frame, from whichever flags there are."""
-    done, terminated, truncated = (_flag(frames, after(key)) for key in FLAGS)
-    never = np.zeros(frames.shape, bool)
-    if terminated is None:
-        if done is None and truncated is None:
-            raise KeyError(f"These frames have none of the flags {FLAGS} in {NEXT!r}, which tell where episodes end.")
-        terminated = never if done is None else done if truncated is None else done & ~truncated
-    if truncated is None:
-        truncated = never if done is None else done & ~terminated
-    return terminated, truncated
+def padded(episodes: list[TensorDictBase]) -> TensorDict:
+    """Episodes `[L]` as one `[N, longest]`: zeros behind each, ids -1 there, and a mask of what is real."""
+    lengths = torch.tensor([episode.shape[0] for episode in episodes])
+    shape = (len(episodes), int(lengths.max()))
+    entries: dict[Key, Tensor] = {}
+    for key in episodes[0].keys(True, True):
+        leaves = [episode.get(key) for episode in episodes]
+        out = leaves[0].new_zeros(*shape, *leaves[0].shape[1:])
+        for row, leaf in zip(out, leaves, strict=True):
+            row[: leaf.shape[0]] = leaf
+        entries[as_key(key)] = out
+    mask = torch.arange(shape[1]) < lengths[:, None]  # [N, longest]
+    mask = mask.to(episodes[0].get((NEXT, DONE)).device)
+    if TRAJ_IDS in entries:
+        entries[TRAJ_IDS].masked_fill_(~mask, PADDING_ID)
+    entries[MASK] = mask
+    return TensorDict(nest(entries), batch_size=shape, device=episodes[0].device)
 
 
-def _flag(frames: TensorDictBase, key: Key) -> np.ndarray | None:
-    flag = frames.get(key, None)
-    return None if flag is None else _per_frame(flag, frames)
-
-
-def _per_frame(flag: Tensor, frames: TensorDictBase) -> np.ndarray:
-    """A flag `[*frames, ...]` as one bool for each frame."""
-    return np.asarray(flag.reshape(*frames.shape, -1).any(-1).cpu().numpy())
-
-
-def _ids_of(rows: TensorDictBase, done: np.ndarray, seams: np.ndarray) -> np.ndarray:
-    """The id of each frame `[N, T]`: where there are none, a new one after each end and each seam."""
-    ids = rows.get(TRAJ_IDS, None)
-    if ids is not None:
-        return np.asarray(ids.reshape(rows.shape).cpu().numpy())
-    fresh = seams.copy()
-    fresh[:, 1:] |= done[:, :-1]
-    return np.asarray(fresh.reshape(-1).cumsum().reshape(done.shape))
-
-
-def _pieces(ids: np.ndarray, done: np.ndarray) -> list[tuple[int, int, int]]:
-    """(row, first, end) of all stretches of one id, cut where it is done, in the order in which they end."""
-    last = done.copy()
-    last[:, -1] = True
-    last[:, :-1] |= ids[:, 1:] != ids[:, :-1]
-    found = []
-    for row in range(len(ids)):
-        ends = np.flatnonzero(last[row]) + 1
-        firsts = np.concatenate([[0], ends[:-1]])
-        found += [(row, int(a), int(b)) for a, b in zip(firsts, ends, strict=True) if ids[row, a] >= 0]
-    return sorted(found, key=lambda piece: (piece[2], ids[piece[0], piece[1]]))
-
-
-def _joined(pieces: list[TensorDictBase]) -> TensorDictBase:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 0)
-
-
-def _ended(episode: TensorDictBase) -> TensorDictBase:
-    """`episode`, marked as truncated if it has no end."""
-    return episode if any(flag[-1] for flag in flags_of(episode)) else _cut_off(episode)
-
-
-def _cut_off(episode: TensorDictBase) -> TensorDictBase:
+def cut_off(episode: TensorDictBase) -> TensorDictBase:
     """`episode` with its last frame marked as truncated, in a TensorDict of its own."""
     marked = episode.clone(recurse=False)
     done, truncated = marked.get(after(DONE), None), marked.get(after(TRUNCATED), None)
@@ -296,3 +311,11 @@ def _cut_off(episode: TensorDictBase) -> TensorDictBase:
         mark[-1] = True
         marked.get(NEXT).set(key, mark)
     return marked
+
+
+def _joined(pieces: list[TensorDictBase]) -> TensorDictBase:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 0)
+
+
+def _restored(entries: dict[str, Any]) -> TensorDict:
+    return TensorDict(entries, batch_size=[entries[NEXT][DONE].shape[0]])

@@ -49,7 +49,7 @@ class TensorDictForm(Form):
     """TensorDicts, nested ones included."""
 
     def __init__(self, inner: Inner | None = None) -> None:
-        """With the batch dimensions that `inner` tells of."""
+        """With the batch dimensions `inner`."""
         self._inner = inner or {}
 
     def take_apart(self, data: Any) -> Entries:
@@ -154,7 +154,7 @@ def form_of(data: Any, batch_dims: int) -> Form:
 
 
 def form_from(description: Any) -> Form:
-    """The form that `described` told of."""
+    """The form that `described` describes."""
     if description == "tensor":
         return TensorForm()
     if "tree" in description:

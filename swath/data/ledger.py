@@ -10,10 +10,11 @@ readers whose count has changed draw again.
 
 No frame is ever seen half written, because a row has no stamp from before its first byte changes until after its last
 one has. A writer may be killed at any instruction. The lock is taken back by the system (NOTE [Locks that outlive
-nobody]); rows that it had reserved have no stamp, so nobody reads them, and whoever next meets its note in the table
-and finds the process gone counts them as lost. A writer that is stopped, not dead, keeps its rows: others write on
-until the ring comes round to them, and then wait for it, with a deadline. Readers rely on stores being seen in order,
-as x86 keeps them; on other machines the system calls around the lock do the same for all but the optimistic read.
+nobody]); rows that it had reserved have no stamp, so nobody reads them, and the next process that meets its note in
+the table, and finds the writer gone, counts them as lost. A writer that is stopped, not dead, keeps its rows: others
+write on until the ring comes round to them, and then wait for it, with a deadline. Readers rely on stores being seen in
+order, as x86 keeps them; on other machines the system calls around the lock do the same for all but the optimistic
+read.
 """
 
 from __future__ import annotations
@@ -42,14 +43,45 @@ PATIENCE_S = 60.0
 PAUSE_S = 1e-3
 
 
+class _Counter:
+    """A number of the ledger, which all processes that share it see."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def __get__(self, ledger: Ledger, owner: type[Ledger] | None = None) -> int:
+        return int(ledger.numbers[self._place])
+
+    def __set__(self, ledger: Ledger, value: int) -> None:
+        ledger.numbers[self._place] = value
+
+
 class Ledger:
     """The counters of one ring, the table of its writers, and the stamps of its rows."""
 
+    head = _Counter(HEAD)
+    """The position of the next row to be reserved."""
+    origin = _Counter(ORIGIN)
+    """The position of the first row since the ring was last emptied."""
+    holes = _Counter(HOLES)
+    """How many rows that should hold something do not, because a writer died."""
+    sampled = _Counter(SAMPLED)
+    """How many frames were ever sampled."""
+    wanted = _Counter(WANTED)
+    """How many frames a sampler last waited for at once."""
+    is_starved = _Counter(STARVED)
+    """Whether a sampler could not draw because there are not the right frames, however many there are."""
+    layout = _Counter(LAYOUT)
+    """How many bytes describe what the shared memory holds; none as long as it has no layout."""
+    edits = _Counter(EDITS)
+    """How often frames were changed where they lie."""
+
     def __init__(self, numbers: np.ndarray | None = None, lock: AbstractContextManager[Any] | None = None) -> None:
         """Keep count in `numbers` (see `size`) under `lock`; by default, for the threads of this process."""
-        self._numbers = np.zeros(Ledger.size(), np.int64) if numbers is None else numbers
+        self.numbers = np.zeros(Ledger.size(), np.int64) if numbers is None else numbers
         self._is_local = lock is None
-        self._lock = threading.RLock() if lock is None else lock
+        self.lock: AbstractContextManager[Any] = threading.RLock() if lock is None else lock
+        """Under it, nobody reserves rows."""
         self.writing = threading.RLock()
         """Held by the one thread of this process that writes: all its threads note what they write in one place."""
         self._slot: int | None = None
@@ -61,40 +93,25 @@ class Ledger:
 
     def _open_table(self) -> None:
         """The table of writers: who each is, which positions it is writing (none if both are equal), and since when."""
-        table = self._numbers[COUNTERS:].reshape(5, WRITERS)
+        table = self.numbers[COUNTERS:].reshape(5, WRITERS)
         self._pids, self._births, self._begins, self._ends, self._since = table
 
     def renew_lock(self) -> None:
         """In a forked child: a lock that another thread held when the process was forked would stay held for ever."""
         self.writing = threading.RLock()
         if self._is_local:
-            self._lock = threading.RLock()
+            self.lock = threading.RLock()
 
     @staticmethod
     def size() -> int:
         """How many 64-bit numbers a ledger needs."""
         return COUNTERS + 5 * WRITERS
 
-    @property
-    def lock(self) -> AbstractContextManager[Any]:
-        """Under it, nobody reserves rows."""
-        return self._lock
-
     def attach(self, stamps: np.ndarray, lanes: int) -> None:
         """Keep the stamps of rows in `stamps` `[capacity]`; each row has a frame of each of `lanes`."""
         self.stamps, self.capacity, self.lanes = stamps, len(stamps), lanes
 
     # -- counters ----------------------------------------------------------------------------------------------
-
-    @property
-    def head(self) -> int:
-        """The position of the next row to be reserved."""
-        return int(self._numbers[HEAD])
-
-    @property
-    def origin(self) -> int:
-        """The position of the first row since the ring was last emptied."""
-        return int(self._numbers[ORIGIN])
 
     @property
     def first(self) -> int:
@@ -104,18 +121,13 @@ class Ledger:
     @property
     def written(self) -> int:
         """How many frames were ever written since the ring was last emptied."""
-        here = self.head - self.origin - int(self._numbers[LOST]) - self._in_flight()
-        return int(self._numbers[FORMER]) + here * self.lanes
+        here = self.head - self.origin - int(self.numbers[LOST]) - self._in_flight()
+        return int(self.numbers[FORMER]) + here * self.lanes
 
     @property
     def lost(self) -> int:
         """How many frames a writer had begun to write when it died."""
-        return int(self._numbers[LOST]) * self.lanes
-
-    @property
-    def holes(self) -> int:
-        """How many rows that should hold something do not, because a writer died."""
-        return int(self._numbers[HOLES])
+        return int(self.numbers[LOST]) * self.lanes
 
     @property
     def held(self) -> int:
@@ -128,48 +140,16 @@ class Ledger:
     def _in_flight(self) -> int:
         return int(np.maximum(self._ends - self._begins, 0).sum())
 
-    @property
-    def sampled(self) -> int:
-        """How many frames were ever sampled."""
-        return int(self._numbers[SAMPLED])
-
     def count_samples(self, frames: int) -> None:
         """Count `frames` that were sampled."""
-        with self._lock:
-            self._numbers[SAMPLED] += frames
-
-    @property
-    def is_starved(self) -> bool:
-        """Whether somebody could not sample because there are not the right frames, however many there are."""
-        return bool(self._numbers[STARVED])
-
-    @is_starved.setter
-    def is_starved(self, starved: bool) -> None:
-        self._numbers[STARVED] = starved
+        with self.lock:
+            self.sampled += frames
 
     def enrol(self) -> int:
-        """A number for somebody who is going to write, which nobody else has."""
-        with self._lock:
-            self._numbers[ENROLLED] += 1
-            return int(self._numbers[ENROLLED]) - 1
-
-    @property
-    def wanted(self) -> int:
-        """How many frames somebody last waited to sample at once."""
-        return int(self._numbers[WANTED])
-
-    @wanted.setter
-    def wanted(self, frames: int) -> None:
-        self._numbers[WANTED] = frames
-
-    @property
-    def layout(self) -> int:
-        """How many bytes describe what the shared memory holds; none as long as it has no layout."""
-        return int(self._numbers[LAYOUT])
-
-    @layout.setter
-    def layout(self, size: int) -> None:
-        self._numbers[LAYOUT] = size
+        """A number for one who is going to write, which nobody else has."""
+        with self.lock:
+            self.numbers[ENROLLED] += 1
+            return int(self.numbers[ENROLLED]) - 1
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -181,9 +161,9 @@ class Ledger:
         """
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            with self._lock:
+            with self.lock:
                 slot = self._own_slot()
-                self._bury(slot)  # a write of ours that was interrupted just before or after the copy
+                self._write_off(slot)  # a write of ours that was interrupted just before or after the copy
                 begin = self.head + skipped
                 ahead = self._in_the_way(begin, rows)
                 if ahead is None:
@@ -203,11 +183,11 @@ class Ledger:
         self._since[slot] = time.monotonic_ns()
         self._begins[slot] = self._ends[slot] = begin
         self._ends[slot] = begin + rows
-        self._numbers[HEAD] = begin + rows
-        if self._numbers[HOLES]:  # those that are now overwritten are no holes any more
+        self.head = begin + rows
+        if self.holes:  # those that are now overwritten are no holes any more
             former = np.arange(begin, begin + rows) - self.capacity
             missing = self.stamps[former % self.capacity] != former + 1
-            self._numbers[HOLES] = max(0, self._numbers[HOLES] - int((missing & (former >= self.origin)).sum()))
+            self.holes = max(0, self.holes - int((missing & (former >= self.origin)).sum()))
         for part in self.parts(begin, rows):
             self.stamps[part] = EMPTY
 
@@ -218,17 +198,18 @@ class Ledger:
             count = part.stop - part.start
             self.stamps[part] = np.arange(position, position + count)
             position += count
-        assert self._slot is not None
-        is_late = time.monotonic_ns() - self._since[self._slot] > SLOW_NS
-        self._clear()
+        slot = self._slot
+        assert slot is not None
+        is_late = time.monotonic_ns() - self._since[slot] > SLOW_NS
+        self._begins[slot] = self._ends[slot]
         if is_late:  # readers have gone past these rows, and must look at them again
-            with self._lock:
-                self._numbers[EDITS] += 1
+            with self.lock:
+                self.edits += 1
 
     def give_up(self) -> None:
         """What was reserved could not be written: leave it without stamps, and count it."""
-        with self._lock:
-            self._bury(self._own_slot())
+        with self.lock:
+            self._write_off(self._own_slot())
 
     def parts(self, begin: int, rows: int) -> list[slice]:
         """Where the positions from `begin` on lie: one piece of the ring, or two."""
@@ -238,31 +219,26 @@ class Ledger:
             return [slice(start, stop)]
         return [slice(start, self.capacity), slice(0, stop - self.capacity)]
 
-    def _clear(self) -> None:
-        assert self._slot is not None
-        self._begins[self._slot] = self._ends[self._slot]
-
     def _own_slot(self) -> int:
         """This process's place in the table of writers; taken at its first write, from nobody or from a dead one."""
         if self._slot is not None and self._slot_owner == os.getpid():
             return self._slot
         pid, birth = os.getpid(), own_birth()
         for slot in range(WRITERS):
-            owner = int(self._pids[slot])
-            if owner == NOBODY or not is_alive(owner, int(self._births[slot])):
-                self._bury(slot)
+            if self._pids[slot] == NOBODY or self._is_dead(slot):
+                self._write_off(slot)
                 self._births[slot], self._pids[slot] = birth, pid
                 self._slot, self._slot_owner = slot, pid
                 return slot
         raise RuntimeError(f"{WRITERS} processes write to this replay buffer already; it has room for no more.")
 
-    def _bury(self, slot: int) -> None:
+    def _write_off(self, slot: int) -> None:
         """Count what a writer left unfinished, and clear its note."""
         positions = np.arange(self._begins[slot], min(int(self._ends[slot]), self.head))
         if len(positions):
             unfinished = int((self.stamps[positions % self.capacity] != positions + 1).sum())
-            self._numbers[LOST] += unfinished
-            self._numbers[HOLES] = self._count_holes(slot)
+            self.numbers[LOST] += unfinished
+            self.holes = self._count_holes(slot)
         self._begins[slot] = self._ends[slot]
 
     def _count_holes(self, dead: int) -> int:
@@ -281,7 +257,7 @@ class Ledger:
 
     def is_still_at(self, head: int) -> bool:
         """Whether nobody has reserved anything since the head was there and all was whole."""
-        numbers = self._numbers
+        numbers = self.numbers
         return bool(numbers[HEAD] == head and not numbers[HOLES] and not self.is_busy)
 
     @property
@@ -295,12 +271,12 @@ class Ledger:
         return not is_alive(int(self._pids[slot]), int(self._births[slot]))
 
     def _in_the_way(self, begin: int, rows: int) -> int | None:
-        """A process that is still writing a row which the positions from `begin` on need; dead ones are buried."""
+        """A process that is still writing a row which the positions from `begin` on need; dead ones are written off."""
         now = time.monotonic_ns()
         for slot in self._busy():
             overlaps = begin + rows > self._begins[slot] + self.capacity
             if (overlaps or now - self._since[slot] > SLOW_NS) and self._is_dead(slot):
-                self._bury(slot)
+                self._write_off(slot)
             elif overlaps:
                 return int(self._pids[slot])
         return None
@@ -309,27 +285,23 @@ class Ledger:
 
     def settled(self) -> int:
         """The position below which nothing is being written any more, but by those who are far too slow."""
-        head = self.head  # before the notes: whoever has moved it further has noted it first
+        head = self.head  # before the notes: a writer that has moved it further has noted it first
         busy = self._busy()
         if not len(busy):
             return head
         late = time.monotonic_ns() - self._since[busy] > SLOW_NS
         if late.any():
-            self.bury_the_dead()
+            with self.lock:
+                self._in_the_way(self.head, 0)  # counts what dead writers left unfinished
         return min(head, *map(int, self._begins[busy[~late]]), head)
-
-    def bury_the_dead(self) -> None:
-        """Count what dead writers left unfinished."""
-        with self._lock:
-            self._in_the_way(self.head, 0)
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
         """A context in which nobody writes: those who had begun have finished, or are dead."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            with self._lock:
-                busy = self._busy_and_alive()
+            with self.lock:
+                busy = self._in_the_way(self.head + 1, self.capacity)  # of all rows: any writer that lives
                 if busy is None:
                     yield
                     return
@@ -337,71 +309,59 @@ class Ledger:
                 raise TimeoutError(f"Process {busy} has been writing to the replay buffer for {PATIENCE_S:.0f} s.")
             time.sleep(PAUSE_S)
 
-    def _busy_and_alive(self) -> int | None:
-        for slot in self._busy():
-            if not self._is_dead(slot):
-                return int(self._pids[slot])
-            self._bury(slot)
-        return None
-
-    @property
-    def edits(self) -> int:
-        """How often frames were changed where they lie."""
-        return int(self._numbers[EDITS])
-
     @contextlib.contextmanager
     def hiding(self, rows: np.ndarray) -> Iterator[None]:
-        """A context in which nobody reads `rows`: they are changed. Whoever dies in it leaves them as holes."""
+        """A context in which nobody reads `rows`: they are changed. A process that dies in it leaves them as holes."""
         rows = np.unique(rows)
         with self.at_rest():  # a writer that finishes meanwhile would have its stamps taken off again
             stamps = self.stamps[rows]
             count = int((stamps != EMPTY).sum())
-            self._numbers[HOLES] += count
-            self._numbers[EDITS] += 1
+            self.holes += count
+            self.edits += 1
             self.stamps[rows] = EMPTY
             yield
-            self._numbers[EDITS] += 1  # for those who have read meanwhile
+            self.edits += 1  # for those who have read meanwhile
             self.stamps[rows] = stamps
-            self._numbers[HOLES] -= count
-            self._numbers[EDITS] += 1  # for those who have seen holes
+            self.holes -= count
+            self.edits += 1  # for those who have seen holes
 
     def clear(self, keep_count: bool = False) -> None:
         """Forget all rows, and how many were written unless that is to be kept. Only while nobody writes."""
-        self._numbers[FORMER] = self.written if keep_count else 0
+        self.numbers[FORMER] = self.written if keep_count else 0
         self.stamps[:] = EMPTY
         # Row 0 comes next, and the head has moved in any case: that is how others notice.
         head = (self.head // self.capacity + 1) * self.capacity if self.capacity else 0
-        self._numbers[[ORIGIN, HEAD]] = head
-        self._numbers[[LOST, HOLES, STARVED]] = 0
+        self.numbers[[ORIGIN, HEAD]] = head
+        self.numbers[[LOST, HOLES, STARVED]] = 0
         if not keep_count:
-            self._numbers[SAMPLED] = 0
+            self.sampled = 0
 
     # -- state -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, int]:
         """The counters. Only while nobody writes."""
-        return {name: int(self._numbers[at]) for name, at in _SAVED.items()}
+        return {name: int(self.numbers[at]) for name, at in _SAVED.items()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on with saved counters. Only while nobody writes."""
         for name, at in _SAVED.items():
-            self._numbers[at] = state[name]
-        self._numbers[STARVED] = False
-        self._numbers[EDITS] += 1
+            self.numbers[at] = state[name]
+        self.is_starved = False
+        self.edits += 1
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy for another buffer: without what belongs to this process. What is shared travels as its memory."""
         table = dict.fromkeys(("_pids", "_births", "_begins", "_ends", "_since"))
-        numbers = self._numbers.copy()
+        numbers = self.numbers.copy()
         numbers[COUNTERS:] = 0  # nobody writes to the copy
         return {
             **self.__dict__,
             **table,
-            "_numbers": numbers,
+            "numbers": numbers,
             "stamps": self.stamps.copy(),
             "_slot": None,
             "writing": None,
-            "_lock": None if self._is_local else self._lock,
+            "lock": None if self._is_local else self.lock,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -410,7 +370,7 @@ class Ledger:
         self._open_table()
         self.writing = threading.RLock()
         if self._is_local:
-            self._lock = threading.RLock()
+            self.lock = threading.RLock()
 
 
 _SAVED = {

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from swath.data.contents import Contents
-from swath.data.samplers import Draw, NothingToSampleError, Sampler
+from swath.data.samplers import Draw, Sampler
 from swath.data.sumtree import SumTree
+from swath.errors import NothingToSampleError, check_foreign_arguments
 
 WEIGHT, SAME_WEIGHT = "_weight", "priority_weight"
-"""The names under which importance weights are delivered: users of the founding API know both."""
+"""The names under which importance weights are delivered: users of TorchRL know both."""
 
 _REDUCTIONS: dict[str, Callable[..., Any]] = {"max": np.max, "min": np.min, "median": np.median, "mean": np.mean}
 _DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
@@ -26,7 +27,7 @@ _REFUSED = {
     "device": "Priorities are kept on the CPU, where their sums are quickest to change.",
     "max_pending": "New priorities count at once.",
 }
-"""Arguments of other libraries that mean nothing here unless they are None, and why."""
+_HARMLESS = {"device": (None, "cpu", torch.device("cpu")), "max_pending": (None,)}
 
 
 class PrioritizedSampler(Sampler):
@@ -60,7 +61,7 @@ class PrioritizedSampler(Sampler):
         **others: Any,
     ) -> None:
         """Begin with nothing seen."""
-        _refuse(type(self).__name__, others)
+        check_foreign_arguments(type(self).__name__, others, refused=_REFUSED, harmless=_HARMLESS)
         if reduction not in _REDUCTIONS:
             raise ValueError(f"`reduction` must be one of {', '.join(map(repr, _REDUCTIONS))}, got {reduction!r}.")
         if dtype not in _DTYPES:
@@ -117,8 +118,8 @@ class PrioritizedSampler(Sampler):
             self._tree.set(index[~there], 0.0)
             index[~there] = self._find(int((~there).sum()), generator)
         weight = (self._tree.get(index) / self._tree.minimum) ** -self._beta
-        told = weight.astype(_DTYPES[self.dtype])
-        return Draw(index, {WEIGHT: told, SAME_WEIGHT: told.copy()})
+        weight = weight.astype(_DTYPES[self.dtype])
+        return Draw(index, {WEIGHT: weight, SAME_WEIGHT: weight.copy()})
 
     def update_priority(self, contents: Contents, index: np.ndarray, priority: np.ndarray) -> None:
         """Give the frames `index` new priorities: one for each, several for each, or one for all.
@@ -261,14 +262,6 @@ class PrioritizedSampler(Sampler):
                 f"Priorities must be finite numbers of at least 0, got values from {priority.min()} to "
                 f"{priority.max()}. Are they signed errors? Then give their absolute values, and look for NaN."
             )
-
-
-def _refuse(sampler: str, others: dict[str, Any]) -> None:
-    for name, value in others.items():
-        if name not in _REFUSED:
-            raise TypeError(f"{sampler} has no argument `{name}`.")
-        if value is not None and (name, str(value)) != ("device", "cpu"):
-            raise TypeError(f"{sampler} does not support `{name}={value!r}`. {_REFUSED[name]}")
 
 
 def _in_all_lanes(contents: Contents, rows: np.ndarray) -> np.ndarray:

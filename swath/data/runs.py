@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from swath.data.contents import Contents
-from swath.data.samplers import NothingToSampleError
-from swath.keys import DONE, NEXT, TRAJ_IDS, Key
-
-PADDING_ID = -1
-"""The trajectory id of what is no frame."""
+from swath.data.episodes import Pieces, find_pieces
+from swath.errors import NothingToSampleError
+from swath.keys import DONE, NEXT, PADDING_ID, TRAJ_IDS, Key
 
 _TRAJECTORY_KEYS: tuple[Key, ...] = (TRAJ_IDS, "episode")
 _END_KEY: Key = (NEXT, DONE)
@@ -21,7 +19,7 @@ _CHUNK = 1 << 18
 
 
 @dataclass(frozen=True)
-class Runs:
+class FrameRuns:
     """All runs of a buffer, lane after lane and from the oldest to the newest, as arrays `[R]`."""
 
     lane: np.ndarray
@@ -33,9 +31,9 @@ class Runs:
         """How many runs there are."""
         return len(self.lane)
 
-    def __getitem__(self, which: np.ndarray | slice) -> Runs:
+    def __getitem__(self, which: np.ndarray | slice) -> FrameRuns:
         """Some of the runs."""
-        return Runs(self.lane[which], self.begin[which], self.length[which])
+        return FrameRuns(self.lane[which], self.begin[which], self.length[which])
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Signs:
             if not flags:
                 raise KeyError(_missing(contents, "end_key", self.end_keys))
         elif ids is not None and self.traj_key is not None:
-            flags = []  # whoever names the ids alone means that nothing else counts
+            flags = []  # to name the ids alone means that nothing else counts
         else:
             flags = list(_entries(contents, (_END_KEY,), index))
         if ids is None and not flags:
@@ -98,73 +96,73 @@ class RunFinder:
         self._oldest = 0
         """No frame before this position is used."""
         nothing = np.empty(0, np.int64)
-        self._stretches = (nothing, nothing, np.empty(0, bool))
-        """Where stretches begin, in order: lane, position, and whether it is a run or of no use: holes or padding."""
-        self._runs: Runs | None = None
+        self._runs = FrameRuns(nothing, nothing, nothing)
 
-    def find(self, contents: Contents) -> Runs:
+    def find(self, contents: Contents) -> FrameRuns:
         """All runs; the same object as long as nothing changes."""
         if not contents.rows:
             raise NothingToSampleError("The buffer is empty: there is nothing to sample.")
-        if contents.edits != self._edits:  # frames were changed where they lie, and nobody knows which
+        if contents.edits != self._edits:  # frames were changed where they lie, it is not known which
             self.empty()
             self._edits = contents.edits
-        if self._runs is None or contents.first != self._seen.start or contents.end != self._seen.stop:
-            self._runs = self._look(contents)
+        if contents.first != self._seen.start or contents.end != self._seen.stop:
+            self._look(contents)
         return self._runs
 
     def drop_before(self, position: int) -> None:
         """Use no frame before `position` any more: a writer is taking the rows of the oldest frames."""
         self._oldest = max(self._oldest, position)
-        self._runs = None
+        self._leave_out_old()
 
-    def _look(self, contents: Contents) -> Runs:
-        """Look at what is new, and list all runs."""
+    def _look(self, contents: Contents) -> None:
+        """Look at what is new, and leave out what is gone."""
         shape = (contents.lanes, contents.capacity)
         if shape != self._shape or contents.end < self._seen.stop:  # another buffer, or one that was emptied
             self.empty()
         self._shape, self._oldest = shape, max(self._oldest, contents.first)
-        start, parts = max(self._seen.stop, self._oldest), [self._stretches]
-        if start < contents.end:
-            for chunk in range(start, contents.end, _CHUNK):
-                parts.append(self._mark(contents, chunk, min(chunk + _CHUNK, contents.end)))
+        start = max(self._seen.stop, self._oldest)
+        for chunk in range(start, contents.end, _CHUNK):
+            self._add(chunk - 1, self._pieces(contents, chunk - 1, min(chunk + _CHUNK, contents.end)))
         self._seen = range(contents.first, contents.end)
-        lane, begin, useful = (np.concatenate(each) for each in zip(*parts, strict=True))
-        return self._listed(contents, lane, begin, useful)
+        self._leave_out_old()
 
-    def _mark(self, contents: Contents, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Find where stretches begin, from `start` up to `stop`; to know, the frame before is looked at too."""
-        positions = np.arange(start - 1, stop)
-        index = contents.index(positions, np.arange(contents.lanes)[:, None])  # [lanes, 1 + rows]
-        there = contents.holds(index[0]) & (positions >= self._oldest)
-        usable = np.repeat(there[None], contents.lanes, axis=0)
-        joined = ~contents.seams[index[:, 1:]]
+    def _pieces(self, contents: Contents, start: int, stop: int) -> Pieces:
+        """The pieces of trajectories from `start`, the last frame that was looked at before, up to `stop`."""
+        positions = np.arange(start, stop)
+        index = contents.index(positions, np.arange(contents.lanes)[:, None])  # [lanes, rows]
+        there = np.repeat((contents.holds(index[0]) & (positions >= self._oldest))[None], contents.lanes, axis=0)
+        seams, done = contents.seams[index], np.zeros(index.shape, bool)
         ids, flags = self._signs.read(contents, index)
         for flag in flags:
-            joined &= ~_flat(flag[:, :-1]).any(-1)
+            done |= _flat(flag).any(-1)
         if ids is not None:
             known = _flat(ids)
-            usable &= (known != PADDING_ID).all(-1)
-            joined &= (known[:, 1:] == known[:, :-1]).all(-1)
-        useful = usable[:, 1:]
-        joined &= useful & usable[:, :-1]
-        begins = ~joined & (useful | usable[:, :-1])  # frames of no use are marked once, where they begin
-        begins[:, 0] = ~joined[:, 0]  # the frame before may have been of use when it was looked at
-        lane, step = np.nonzero(begins)
-        return lane, step + start, useful[lane, step]
+            there &= (known != PADDING_ID).all(-1)
+            seams[:, 1:] |= (known[:, 1:] != known[:, :-1]).any(-1)
+        return find_pieces(done=done, seams=seams, there=there)
 
-    def _listed(self, contents: Contents, lane: np.ndarray, begin: np.ndarray, useful: np.ndarray) -> Runs:
-        """Put stretches in order, leave out those that are over, and make runs of the others."""
-        if contents.lanes > 1:
-            order = np.argsort(lane, kind="stable")  # within a lane they are in order: they came so
-            lane, begin, useful = lane[order], begin[order], useful[order]
-        stop = np.append(begin[1:], contents.end)
-        stop[np.flatnonzero(lane[1:] != lane[:-1])] = contents.end
+    def _add(self, start: int, pieces: Pieces) -> None:
+        """Join `pieces`, whose first step is the position `start`, to the runs that are known."""
+        runs, length = self._runs, pieces.end - pieces.first
+        known = runs.length.copy()
+        goes_on = np.zeros(len(pieces), bool)
+        if len(runs):
+            last = np.searchsorted(runs.lane, pieces.lane, side="right") - 1  # of the runs of that lane
+            ends = runs.begin[last] + runs.length[last]
+            goes_on = (pieces.first == 0) & (runs.lane[last] == pieces.lane) & (ends == start + 1)
+            known[last[goes_on]] += length[goes_on] - 1
+        new = ~goes_on
+        lane = np.concatenate((runs.lane, pieces.lane[new]))
+        begin = np.concatenate((runs.begin, pieces.first[new] + start))
+        self._runs = FrameRuns(lane, begin, np.concatenate((known, length[new])))
+        if self._shape[0] > 1:  # within a lane they are in order: they came so
+            self._runs = self._runs[np.argsort(lane, kind="stable")]
+
+    def _leave_out_old(self) -> None:
+        runs, stop = self._runs, self._runs.begin + self._runs.length
         kept = stop > self._oldest
-        lane, stop, useful = lane[kept], stop[kept], useful[kept]
-        begin = np.maximum(begin[kept], self._oldest)
-        self._stretches = (lane, begin, useful)
-        return Runs(lane, begin, stop - begin)[useful]
+        begin = np.maximum(runs.begin[kept], self._oldest)
+        self._runs = FrameRuns(runs.lane[kept], begin, stop[kept] - begin)
 
 
 def _flat(values: np.ndarray) -> np.ndarray:
@@ -197,7 +195,7 @@ def _long_enough(name: str, given: np.ndarray, contents: Contents) -> np.ndarray
 def _missing(contents: Contents, argument: str, keys: Sequence[Key]) -> str:
     wanted = " or ".join(map(repr, keys))
     try:
-        contents.column(keys[0])
+        contents.entry(keys[0], np.empty(0, np.int64))
     except KeyError as error:
         details = f" {error.args[0]}" if error.args and isinstance(error.args[0], str) else ""
     return f"Trajectories cannot be told apart: the buffer has no entry {wanted}. Set `{argument}`.{details}"

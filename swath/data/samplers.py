@@ -10,11 +10,7 @@ import numpy as np
 import torch
 
 from swath.data.contents import Contents
-from swath.errors import SwathError
-
-
-class NothingToSampleError(SwathError, RuntimeError):
-    """There is not yet what a sampler could draw from."""
+from swath.errors import NothingToSampleError
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class Draw:
 
 
 class Sampler(ABC):
-    """Draws frames. It is never told of writes: it looks at the contents when it is asked, whoever wrote them."""
+    """Draws frames. It does not hear of writes: it looks at the contents when it is asked, whichever process wrote."""
 
     can_repeat: ClassVar[bool] = True
     """Whether a draw can be thrown away and made again, as when a frame was overwritten meanwhile."""

@@ -9,19 +9,20 @@ import numpy as np
 import torch
 
 from swath.data.contents import Contents
-from swath.data.runs import RunFinder, Runs, Signs
-from swath.data.samplers import Draw, NothingToSampleError, Sampler
+from swath.data.runs import FrameRuns, RunFinder, Signs
+from swath.data.samplers import Draw, Sampler
+from swath.errors import NothingToSampleError, check_foreign_arguments
 from swath.keys import DONE, IS_INIT, MASK, NEXT, TERMINATED, TRUNCATED, Key, as_key, as_path
 
 Span: TypeAlias = bool | int | Sequence[bool | int]
 
 _IGNORED = ("compile", "use_gpu")
-"""Arguments of other libraries that promise speed. Boundaries are kept up to date here as frames come."""
-_REFUSED: dict[str, tuple[Any, str]] = {
-    "fragmented": (False, "Write each env to a lane of its own, or whole trajectories, so that frames lie in order."),
-    "step_key": ("step_count", "It belongs to `fragmented`, which is not supported."),
+"""Arguments of TorchRL that promise speed. Boundaries are kept up to date here as frames come."""
+_REFUSED = {
+    "fragmented": "Write each env to a lane of its own, or whole trajectories, so that frames lie in order.",
+    "step_key": "It belongs to `fragmented`, which is not supported.",
 }
-"""Arguments of other libraries that mean nothing here: the value that is no matter, and what to do instead."""
+_HARMLESS = {"fragmented": (False,), "step_key": ("step_count",)}
 
 
 class SliceSampler(Sampler):
@@ -91,7 +92,7 @@ class SliceSampler(Sampler):
         **others: Any,
     ) -> None:
         """Check the arguments; nothing is looked at yet."""
-        _refuse(type(self).__name__, others)
+        check_foreign_arguments(type(self).__name__, others, ignored=_IGNORED, refused=_REFUSED, harmless=_HARMLESS)
         if not replacement:
             raise TypeError(
                 f"{type(self).__name__} does not support `replacement=False`. Derive it from "
@@ -119,7 +120,7 @@ class SliceSampler(Sampler):
         self.end_key = None if end_key is None else as_key(end_key)
         self.end_keys = None if end_keys is None else tuple(map(as_key, end_keys))
         self._finder = RunFinder(self._signs(ends, trajectories))
-        self._long: tuple[Runs, int, Runs] | None = None
+        self._long: tuple[FrameRuns, int, FrameRuns] | None = None
 
     def _signs(self, ends: Any, trajectories: Any) -> Signs:
         """What tells trajectories apart; raises if it says so in two ways."""
@@ -169,7 +170,7 @@ class SliceSampler(Sampler):
         other = batch_size // given
         return (given, other) if self.slice_len is None else (other, given)
 
-    def _long_enough(self, runs: Runs, length: int) -> Runs:
+    def _long_enough(self, runs: FrameRuns, length: int) -> FrameRuns:
         """The runs that slices can be of."""
         if self._long is None or self._long[0] is not runs or self._long[1] != length:
             long = runs[runs.length >= length] if self.strict_length else runs
@@ -186,15 +187,15 @@ class SliceSampler(Sampler):
         return long
 
     def _choose(
-        self, contents: Contents, runs: Runs, count: int, length: int, generator: torch.Generator | None
-    ) -> Runs:
+        self, contents: Contents, runs: FrameRuns, count: int, length: int, generator: torch.Generator | None
+    ) -> FrameRuns:
         """The runs of which there shall be a slice each."""
         return runs[torch.randint(len(runs), (count,), generator=generator).numpy()]
 
     def _start_over(self) -> None:
-        """Runs that were found before are not valid any more."""
+        """FrameRuns that were found before are not valid any more."""
 
-    def _place(self, runs: Runs, length: int, generator: torch.Generator | None) -> Runs:
+    def _place(self, runs: FrameRuns, length: int, generator: torch.Generator | None) -> FrameRuns:
         """Choose a slice of each run, all places with the same chance."""
         lengths = np.minimum(runs.length, length)
         left, right = (lengths - 1 if side is True else np.minimum(lengths - 1, side) for side in self.span)
@@ -204,9 +205,9 @@ class SliceSampler(Sampler):
         start = np.minimum((chance * places).astype(np.int64), places - 1) - left
         stop = np.minimum(start + lengths, runs.length)
         start = np.maximum(start, 0)
-        return Runs(runs.lane, runs.begin + start, stop - start)
+        return FrameRuns(runs.lane, runs.begin + start, stop - start)
 
-    def _cut(self, contents: Contents, slices: Runs, length: int) -> Draw:
+    def _cut(self, contents: Contents, slices: FrameRuns, length: int) -> Draw:
         """Turn slices into frames."""
         steps, lengths = np.arange(length), slices.length
         begins = np.arange(0, len(slices) * length, length)  # of the slices, in the batch
@@ -284,14 +285,14 @@ class SliceSamplerWithoutReplacement(SliceSampler):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on in a saved epoch."""
-        self._left = Runs(*state["left"].numpy().copy())
+        self._left = FrameRuns(*state["left"].numpy().copy())
         first, end, length = state["epoch"]
         self._epoch, self._ran_out = (first, end, length), bool(state["ran_out"])
         self._edits = None
 
     def _start_over(self) -> None:
         nothing = np.empty(0, np.int64)
-        self._left = Runs(nothing, nothing, nothing)
+        self._left = FrameRuns(nothing, nothing, nothing)
         """The runs that are still to come."""
         self._epoch = (0, 0, 0)
         """What the epoch is of: the oldest and the newest position, and the length of slices."""
@@ -300,8 +301,8 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         self._ran_out = False
 
     def _choose(
-        self, contents: Contents, runs: Runs, count: int, length: int, generator: torch.Generator | None
-    ) -> Runs:
+        self, contents: Contents, runs: FrameRuns, count: int, length: int, generator: torch.Generator | None
+    ) -> FrameRuns:
         """The next runs of the epoch."""
         epoch = (contents.first, contents.end, length)
         if epoch != self._epoch or self._edits not in (None, contents.edits) or not len(self._left):
@@ -318,21 +319,10 @@ class SliceSamplerWithoutReplacement(SliceSampler):
             self._left = self._left[:0]
         return chosen
 
-    def _ordered(self, runs: Runs, generator: torch.Generator | None) -> Runs:
+    def _ordered(self, runs: FrameRuns, generator: torch.Generator | None) -> FrameRuns:
         if self.shuffle:
             return runs[torch.randperm(len(runs), generator=generator).numpy()]
         return runs[np.lexsort((runs.lane, runs.begin))]
-
-
-def _refuse(sampler: str, others: dict[str, Any]) -> None:
-    for name, value in others.items():
-        if name in _IGNORED:
-            continue
-        if name not in _REFUSED:
-            raise TypeError(f"{sampler} has no argument `{name}`.")
-        no_matter, instead = _REFUSED[name]
-        if value != no_matter:
-            raise TypeError(f"{sampler} does not support `{name}={value!r}`. {instead}")
 
 
 def _both_sides(span: Span) -> tuple[bool | int, bool | int]:

@@ -1,6 +1,6 @@
 """Storages: where the frames of a replay buffer lie.
 
-A storage is a ring of rows, and the ledger of who writes and reads what. Memory is laid out by the first write, or
+A storage is a ring of rows, and the ledger of what is written and read. Memory is laid out by the first write, or
 ahead by `prepare`, and then never moves.
 """
 
@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
+from torch import Tensor
 
 from swath.data.contents import Contents
 from swath.data.forms import collated
 from swath.data.ledger import Ledger
 from swath.keys import Key
 
+Collate = Callable[[Any], Any]
 LIST_SIZE = 1_000_000
-"""How many items a list has room for if nobody says."""
+"""How many items a list has room for by default."""
 
 
 class Storage(ABC):
@@ -35,7 +38,7 @@ class Storage(ABC):
         self.seams = np.empty(0, bool)
         """`[lanes * capacity]`: see `Contents`."""
         self._last: tuple[Any, int] | None = None
-        """Who of this process wrote last, and up to where."""
+        """Which source of this process wrote last, and up to where."""
         self._contents: Contents | None = None
 
     def contents(self) -> Contents:
@@ -46,7 +49,7 @@ class Storage(ABC):
         edits = ledger.edits  # before anything else: an edit that begins from now on is noticed
         end = ledger.settled()
         first = min(ledger.first, end)
-        whole = end == ledger.head and not ledger.is_busy and not ledger.holes  # holes last: the dead are counted first
+        whole = end == ledger.head and not ledger.is_busy and not ledger.holes  # holes last: the count is renewed first
         self._contents = Contents(
             lanes=ledger.lanes,
             capacity=ledger.capacity,
@@ -54,11 +57,10 @@ class Storage(ABC):
             end=end,
             stamps=ledger.stamps,
             seams=self.seams,
-            column=self.column,
+            entry=self.entry,
             origin=ledger.origin,
             whole=whole,
             edits=edits,
-            gather=self.gather,
         )
         return self._contents
 
@@ -76,9 +78,21 @@ class Storage(ABC):
         """How many frames were ever written, since the storage was last emptied."""
         return self.ledger.written if self.is_ready else 0
 
-    def gather(self, key: Key, index: np.ndarray) -> np.ndarray:
-        """The entry `key` of the frames `index`."""
-        return np.asarray(self.column(key)[index])
+    @abstractmethod
+    def entry(self, key: Key, index: np.ndarray) -> np.ndarray:
+        """The entry `key` of the frames `index`, of any shape; KeyError if there is none."""
+
+    @abstractmethod
+    def read(self, index: np.ndarray, overrides: Mapping[Any, np.ndarray], collate: Collate | None) -> Any:
+        """A batch of the frames `index`, with some entries replaced by `overrides`."""
+
+    def public_index(self, index: np.ndarray) -> Any:
+        """Frames as users know them."""
+        return torch.from_numpy(index)
+
+    def flat_index(self, public: Any) -> np.ndarray:
+        """The reverse of `public_index`."""
+        return np.asarray(torch.as_tensor(public).cpu().reshape(-1), np.int64)
 
     @abstractmethod
     def get(self, index: Any, dim: int | None = None) -> Any:
@@ -95,10 +109,6 @@ class Storage(ABC):
     def __setitem__(self, index: Any, data: Any) -> None:
         """Change frames where they lie."""
         self.set(index, data)
-
-    @abstractmethod
-    def column(self, key: Key) -> np.ndarray:
-        """The entry `key` of all frames, by their index; KeyError if there is none."""
 
     def __len__(self) -> int:
         """How many frames can be read."""
@@ -173,7 +183,7 @@ class ListStorage(Storage):
     """
 
     def __init__(self, max_size: int | None = None, *, compilable: Any = None, device: Any = None) -> None:
-        """Begin with an empty list. `compilable` is there for the founding API, and changes nothing."""
+        """Begin with an empty list. `compilable` is there for TorchRL, and changes nothing."""
         super().__init__(LIST_SIZE if max_size is None else max_size, device=device)
         self._moves = device is not None
         self.items: list[Any] = []
@@ -197,15 +207,21 @@ class ListStorage(Storage):
         super().empty(keep_count)
         self.items.clear()
 
-    def read_items(self, index: np.ndarray) -> list[Any]:
-        """The items at `index`."""
-        return [self.items[at] for at in index.tolist()]
+    def read(self, index: np.ndarray, overrides: Mapping[Any, np.ndarray], collate: Collate | None) -> Any:
+        """A batch of the items at `index`; with a function `collate`, what that returns."""
+        items = [self.items[at] for at in index.tolist()]
+        if collate is not None:
+            return collate(items)
+        batch = collated(items)
+        if isinstance(batch, TensorDictBase):
+            for key, override in overrides.items():
+                batch.set(key, as_tensor(override))
+        return batch
 
-    def get(self, index: Any, dim: int | None = None, collate: Callable[[list[Any]], Any] = collated) -> Any:
+    def get(self, index: Any, dim: int | None = None, collate: Collate | None = None) -> Any:
         """One item (itself, not a copy), or a batch of several, as `collate` makes it."""
         chosen = torch.arange(self.rows_used)[index]
-        items = self.read_items(np.atleast_1d(chosen.numpy()))
-        return items[0] if chosen.ndim == 0 else collate(items)
+        return self.items[int(chosen)] if chosen.ndim == 0 else self.read(chosen.reshape(-1).numpy(), {}, collate)
 
     def set(self, index: Any, data: Any, dim: int | None = None) -> None:
         """Put other items in the place of some."""
@@ -217,12 +233,26 @@ class ListStorage(Storage):
             for at, item in zip(chosen.reshape(-1).tolist(), items, strict=True):
                 self.items[at] = item
 
-    def column(self, key: Key) -> np.ndarray:
-        """The entry `key` of all items, which are looked at one by one: a list has no columns."""
-        used = [torch.as_tensor(item[key]).numpy() for item in self.items]
-        column = np.zeros((self.max_size, *used[0].shape), used[0].dtype)
-        column[: len(used)] = used
-        return column
+    def entry(self, key: Key, index: np.ndarray) -> np.ndarray:
+        """The entry `key` of the items at `index`, which are looked at one by one; of places not used, the first's."""
+        used = [self.items[at if at < len(self.items) else 0] for at in index.reshape(-1).tolist()]
+        entries = np.stack([torch.as_tensor(item[key]).numpy() for item in used])
+        return entries.reshape(*index.shape, *entries.shape[1:])
+
+
+def as_tensor(value: Any) -> Tensor:
+    """`value` as a tensor, over the same memory if it is an array."""
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else torch.as_tensor(value)
+
+
+def created(name: str, given: Any, kind: type[Any], default: Callable[[], Any]) -> Any:
+    """What was given, or what the function returns that was given."""
+    if given is None:
+        return default()
+    result = given() if callable(given) and not isinstance(given, kind) else given
+    if not isinstance(result, kind):
+        raise TypeError(f"{name} must be a {kind.__name__} or a function that makes one, got {given!r}.")
+    return result
 
 
 def positive(name: str, value: Any) -> int:

@@ -41,7 +41,7 @@ class SumTree:
         self._lows = [np.full(_blocks(size, _BLOCK**2) * _BLOCK, np.inf), np.full(_blocks(size, _BLOCK**2), np.inf)]
         """The smallest weight above zero of every block, and of every block of blocks."""
         self._highs: list[np.ndarray] | None = None
-        """The largest weights likewise, once somebody has asked for the maximum."""
+        """The largest weights likewise, once the maximum was asked for."""
         self._cumulated: np.ndarray | None = None
         """Running sums of the topmost level, until something changes."""
 

@@ -1,4 +1,4 @@
-"""Buffers of TensorDicts that tell where their frames lie, and buffers with priorities."""
+"""Buffers of TensorDicts that say where their frames lie, and buffers with priorities."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from swath.data.columns import LazyTensorStorage
 from swath.data.forms import Entries
 from swath.data.prioritized import SAME_WEIGHT, WEIGHT, PrioritizedSampler
-from swath.data.replay_buffer import DEFAULT_SIZE, ReplayBuffer, made
-from swath.data.storages import ListStorage, Storage
+from swath.data.replay_buffer import DEFAULT_SIZE, ReplayBuffer
+from swath.data.storages import ListStorage, Storage, created
+from swath.data.tensor_storages import LazyTensorStorage
 from swath.keys import as_key
 
 INDEX = "index"
 
 
 class TensorDictReplayBuffer(ReplayBuffer):
-    """A buffer whose batches hold their `index` and what else the sampler tells, such as importance weights.
+    """A buffer whose batches hold their `index` and what else the sampler says, such as importance weights.
 
     Args:
         priority_key: the entry that holds priorities, in what is written and in `update_tensordict_priority`.
@@ -64,18 +64,18 @@ class TensorDictReplayBuffer(ReplayBuffer):
             priority = torch.tensor(self.sampler.default_priority)
         self.update_priority(index, priority)
 
-    def _finished(self, batch: Any, info: dict[Any, Any]) -> Any:
+    def _completed(self, batch: Any, info: dict[Any, Any]) -> Any:
         if not isinstance(batch, TensorDictBase):
             return batch
         for name, value in info.items():
             if not isinstance(name, str):
                 continue  # an entry of the batch that was replaced
-            told = torch.stack(value, -1) if isinstance(value, tuple) else value
-            told = told.to(batch.device or told.device)
+            entry = torch.stack(value, -1) if isinstance(value, tuple) else value
+            entry = entry.to(batch.device or entry.device)
             if batch.ndim > 1:  # one for each frame, also where frames are batches themselves
-                told = told.view(len(told), *(1,) * (batch.ndim - 1), *told.shape[1:])
-                told = told.expand(*batch.shape, *told.shape[batch.ndim :])
-            batch.set(name, told)
+                entry = entry.view(len(entry), *(1,) * (batch.ndim - 1), *entry.shape[1:])
+                entry = entry.expand(*batch.shape, *entry.shape[batch.ndim :])
+            batch.set(name, entry)
         return batch
 
 
@@ -88,7 +88,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         eps: what is added to priorities, so that none is zero.
         dtype: of the importance weights.
         storage: where frames lie; a `ListStorage` of 1,000 by default.
-        sync: for the founding API; changes nothing, as does `sampler_device`.
+        sync: for TorchRL; changes nothing, as does `sampler_device`.
         sampler_device: see `sync`.
         options: see `ReplayBuffer`.
     """
@@ -106,7 +106,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         **options: Any,
     ) -> None:
         """Make the sampler for the storage."""
-        kept: Storage = made("storage", storage, Storage, lambda: ListStorage(DEFAULT_SIZE))
+        kept: Storage = created("storage", storage, Storage, lambda: ListStorage(DEFAULT_SIZE))
         sampler = PrioritizedSampler(kept.max_size, alpha, beta, eps, dtype)
         super().__init__(storage=kept, sampler=sampler, **options)
 
@@ -120,7 +120,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         eps: what is added to priorities, so that none is zero.
         storage: where frames lie; a `LazyTensorStorage` of 1,000 by default.
         reduction: how priorities of several numbers per frame become one.
-        sync: for the founding API; changes nothing, as does `sampler_device`.
+        sync: for TorchRL; changes nothing, as does `sampler_device`.
         sampler_device: see `sync`.
         options: see `TensorDictReplayBuffer`.
     """
@@ -138,12 +138,12 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         **options: Any,
     ) -> None:
         """Make the sampler for the storage."""
-        kept: Storage = made("storage", storage, Storage, lambda: LazyTensorStorage(DEFAULT_SIZE))
+        kept: Storage = created("storage", storage, Storage, lambda: LazyTensorStorage(DEFAULT_SIZE))
         sampler = PrioritizedSampler(kept.max_size, alpha, beta, eps, reduction=reduction)
         super().__init__(storage=kept, sampler=sampler, **options)
 
 
 def _without_index(data: Any) -> Any:
-    """`data` without the entries that tell where and how likely they were elsewhere."""
-    told = (INDEX, WEIGHT, SAME_WEIGHT)
-    return data.exclude(*told) if isinstance(data, TensorDictBase) and any(name in data for name in told) else data
+    """`data` without the entries that say where and how likely they were elsewhere."""
+    names = (INDEX, WEIGHT, SAME_WEIGHT)
+    return data.exclude(*names) if isinstance(data, TensorDictBase) and any(name in data for name in names) else data

@@ -12,7 +12,7 @@ class Writer:
 class RoundRobinWriter(Writer):
     """The oldest frames are overwritten first. This is how a storage works; the class exists to say so.
 
-    `compilable` is there for the founding API, and changes nothing.
+    `compilable` is there for TorchRL, and changes nothing.
     """
 
     def __init__(self, compilable: Any = None) -> None:
@@ -20,4 +20,4 @@ class RoundRobinWriter(Writer):
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):
-    """The same; sampled TensorDicts tell their `index` with any writer of a `TensorDictReplayBuffer`."""
+    """The same; sampled TensorDicts have their `index` with any writer of a `TensorDictReplayBuffer`."""

@@ -19,7 +19,8 @@ def as_env(given: Any, kwargs: dict[str, Any] | None = None) -> EnvBase:
         env = given
     elif isinstance(given, gym.Env | VectorEnv):
         env = GymEnv(given)
-    elif _is_torchrl(given):
+    elif (torchrl := sys.modules.get("torchrl.envs")) is not None and isinstance(given, torchrl.EnvBase):
+        # TorchRL is not imported for the question: one who has an env of it has done so.
         from swath.envs.torchrl import TorchRLEnv
 
         env = TorchRLEnv(given)
@@ -36,9 +37,3 @@ def as_env(given: Any, kwargs: dict[str, Any] | None = None) -> EnvBase:
             f"({env!r}). Pass a function that takes them."
         )
     return env
-
-
-def _is_torchrl(given: Any) -> bool:
-    """Whether `given` is a TorchRL env. TorchRL is not imported for the question: it must be there already."""
-    module = sys.modules.get("torchrl.envs")
-    return module is not None and isinstance(given, module.EnvBase)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from swath.entries import trusted
 from swath.envs.rows import Leaf, Rows
 from swath.envs.spaces import ActionCodec, ObservationCodec, must_not_clash
-from swath.errors import ClosedError, suggestion, wrong_shape
+from swath.errors import ClosedError, UnsupportedEnvError, suggestion, wrong_shape
 from swath.keys import DONE, FLAGS, NEXT, RESET, REWARD, TERMINATED, TRUNCATED, Key, nest
 from swath.seeding import checked_seed, lane_seed, lane_seeds, next_seed, policy_seed
 
@@ -28,14 +28,6 @@ SURFACE = object()
 """Stands for the callers of an env's own `reset` and `step`."""
 
 
-class Closable(Protocol):
-    """What can be closed."""
-
-    def close(self) -> None:
-        """Free what it holds."""
-
-
-Made = TypeVar("Made", bound=Closable)
 Env = TypeVar("Env", bound="EnvBase")
 
 
@@ -79,7 +71,7 @@ class EnvBase:
         """Whether episodes can be cut off; an adapter may have an env that knows no such thing."""
         self.is_closed = False
         self.stepped_by: object = None
-        """Who has stepped or reset the env last: a collector must not go on from where somebody else has left it."""
+        """Who has stepped or reset the env last: a collector must not go on from where another caller has left it."""
         self.first_lane = 0
         """Global index of lane 0: seeds belong to lanes, wherever they run."""
         self._seed: int | None = None
@@ -117,12 +109,7 @@ class EnvBase:
     @property
     def out_leaves(self) -> dict[Key, Leaf]:
         """What a step writes: observations, reward, terminated and truncated."""
-        return {
-            **self.observations.leaves,
-            REWARD: self.reward_leaf,
-            TERMINATED: FLAG,
-            TRUNCATED: FLAG,
-        }
+        return {**self.observations.leaves, REWARD: self.reward_leaf, TERMINATED: FLAG, TRUNCATED: FLAG}
 
     @property
     def rows_device(self) -> torch.device | None:
@@ -151,10 +138,8 @@ class EnvBase:
             mask = torch.zeros(self.num_lanes, dtype=torch.bool, device=self.rows_device)
             mask[index] = True
             seen: dict[Key, Tensor] = {key: out.tensors[key].clone() for key in self.observation_keys}
-            request = TensorDict(
-                nest({**seen, RESET: mask.view(*self.batch_size, 1)}),
-                batch_size=self.batch_size,
-            )
+            seen[RESET] = mask.view(*self.batch_size, 1)
+            request = TensorDict(nest(seen), batch_size=self.batch_size)
         answer = self._reset(request)
         for key in self.observation_keys:
             target = out.tensors[key]
@@ -173,6 +158,23 @@ class EnvBase:
         for key, flag in zip((TERMINATED, TRUNCATED), self._ends(answer, out), strict=True):
             out.tensors[key].copy_(flag)
         return bool((out.tensors[TERMINATED] | out.tensors[TRUNCATED]).any())
+
+    @property
+    def can_step_lanes(self) -> bool:
+        """Whether `step_lanes_into` works here: whether each lane can be stepped without the others."""
+        return self.num_lanes == 1
+
+    def step_lanes_into(self, lanes: Sequence[int], action: Rows, out: Rows) -> bool:
+        """Step only `lanes`, each given once, with their rows of `action`; write only their rows of `out`.
+
+        Returns whether any of them finished.
+        """
+        if not self.can_step_lanes:
+            raise UnsupportedEnvError(
+                f"{self!r} steps all its lanes at once, so that lanes {list(lanes)} cannot be stepped alone. Use "
+                "separate envs: GymEnv(name, num_envs=...), or a SerialEnv of envs with one lane each."
+            )
+        return bool(lanes) and self.step_into(action, out)
 
     def _answered(self, answer: TensorDictBase, key: Key, target: Tensor, where: str) -> Tensor:
         """The entry `key` of what `_reset` or `_step` returned, in the shape of `target`."""
@@ -214,6 +216,10 @@ class EnvBase:
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         raise NotImplementedError(f"{type(self).__name__} has neither _step nor step_into.")
+
+    def seed_lanes(self, seeds: list[int]) -> None:
+        """Seed each lane with its own number, in effect from its next reset. Random actions are not seeded."""
+        self._set_seeds(seeds)
 
     def _set_seeds(self, seeds: list[int]) -> None:
         """Seed each lane; in effect from its next reset."""
@@ -336,7 +342,7 @@ class EnvBase:
         seed = checked_seed(seed)
         self._seed = seed
         self._generator = torch.Generator().manual_seed(policy_seed(seed, self.first_lane))
-        self._set_seeds(lane_seeds(seed, self.num_lanes, self.first_lane, static_seed))
+        self.seed_lanes(lane_seeds(seed, self.num_lanes, self.first_lane, static_seed))
         return next_seed(seed, self.first_lane + self.num_lanes, static_seed)
 
     def fake_tensordict(self) -> TensorDict:
@@ -359,7 +365,7 @@ class EnvBase:
         """Free what a subclass holds; called once."""
 
     def __del__(self) -> None:
-        """Close an env that everybody has forgotten, unless its simulators are somebody else's."""
+        """Close an env that is no longer referenced, unless its simulators were given by the user."""
         if self._owns_simulators and not getattr(self, "is_closed", True):
             with contextlib.suppress(Exception):
                 self.close()
@@ -423,10 +429,9 @@ class EnvBase:
         return torch.zeros((*self.batch_size, *leaf.shape), dtype=leaf.dtype, device=self.device)
 
     def _no_flags(self) -> dict[Key, Tensor]:
-        shape = (*self.batch_size, *FLAG.shape)
         if self.device is not None and self.device != CPU:
-            return {key: torch.zeros(shape, dtype=FLAG.dtype, device=self.device) for key in FLAGS}
-        return {key: torch.from_numpy(np.zeros(shape, bool)) for key in FLAGS}
+            return {key: self._zeros(FLAG) for key in FLAGS}
+        return {key: torch.from_numpy(np.zeros((*self.batch_size, *FLAG.shape), bool)) for key in FLAGS}
 
     def _td(self, entries: dict[Key, Any]) -> TensorDict:
         """A TensorDict of `entries`, all of which come from rows."""
@@ -435,22 +440,11 @@ class EnvBase:
         return TensorDict(nest(entries), batch_size=self.batch_size, device=self.device)
 
 
-def must_differ(simulators: Sequence[Any], cure: str) -> None:
-    """Refuse to make several lanes of one simulator."""
-    if len({id(simulator) for simulator in simulators}) < len(simulators):
-        raise ValueError(
-            f"The same env was given twice; each lane needs its own. Build the env inside the factory, as in {cure}."
-        )
-
-
-def make_all(makers: Sequence[Callable[[], Made]]) -> list[Made]:
-    """One env of each maker; if one of them fails, those that were made are closed again."""
-    made: list[Made] = []
-    try:
-        for make in makers:
-            made.append(make())
-    except BaseException:
-        for env in made:
-            env.close()
-        raise
-    return made
+def answers_of(env: EnvBase) -> list[tuple[str, Callable[[], Any]]]:
+    """Functions that give what `_reset` and `_step` of `env` return, before anything is converted; none on rows."""
+    if type(env)._step is EnvBase._step:
+        return []
+    return [
+        ("_reset", lambda: env._reset(TensorDict({}, batch_size=env.batch_size))),
+        ("_step", lambda: env._step(env.rand_action(env.reset()).exclude(*FLAGS))),
+    ]

@@ -1,29 +1,48 @@
-"""What `check_env` found, and how single values are checked: each fault becomes one sentence."""
+"""What `check_env` found, what gymnasium's checkers say, and how single values are checked."""
 
 from __future__ import annotations
 
+import re
 import traceback
-from collections.abc import Hashable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import numpy as np
+from gymnasium import logger
 from gymnasium import spaces as gs
+from gymnasium.utils.env_checker import data_equivalence
+
+NOISE = (
+    "infinity",
+    "symmetric and normalized",
+    "the unwrapped version",
+    "Casting input x",
+    "should be an int or np",  # any integer will do
+    "truncates after 1 step",  # said of every env that returns np.False_
+    "keyword argument",  # looks for names, and takes no **options
+)
+"""Parts of gymnasium's sentences about what is no fault for swath."""
+SAME = {"dictionary, actual": "info", "share an object": "alias"}
+"""Parts of gymnasium's sentences that say the same as others of its sentences, or as ours: their kind."""
+ENOUGH = 10
+"""So many episodes of one step are no chance."""
 
 
 class CannotGoOn(Exception):  # noqa: N818 - it ends a part of the check, and no user sees it
     """A check has met something that leaves it nothing to go on with."""
 
 
+@dataclass
 class Findings:
-    """What is wrong, and what is only doubtful. Each kind of thing is told once, where it is first met."""
+    """What is wrong, and what is only doubtful, by kind: each is said once, where it is first met."""
 
-    def __init__(self) -> None:
-        """Begin with nothing found."""
-        self.problems: dict[Hashable, str] = {}
-        self.doubts: dict[Hashable, str] = {}
-        self.cause: Exception | None = None
-        """The first exception that the env raised."""
+    problems: dict[Hashable, str] = field(default_factory=dict)
+    doubts: dict[Hashable, str] = field(default_factory=dict)
+    cause: Exception | None = None
+    """The first exception that the env raised."""
 
     def problem(self, kind: Hashable, sentence: str) -> None:
         """Note what is wrong."""
@@ -43,196 +62,129 @@ class Findings:
         """An exception of the env inside the block is a problem, after which there is no going on."""
         try:
             yield
-        except CannotGoOn:
-            raise
         except Exception as error:
             self.cause = self.cause or error
             place = traceback.extract_tb(error.__traceback__)[-1]
-            self.fatal(
-                (what, "raised"),
-                f"{what} raised {type(error).__name__} ({place.filename}:{place.lineno}): {_text(error)} {cure}",
-            )
+            where = f"{type(error).__name__} ({place.filename}:{place.lineno})"
+            self.fatal((what, "raised"), f"{what} raised {where}: {_sentence(error)} {cure}")
 
 
-def _text(error: Exception) -> str:
-    """The error's message on one line, as a sentence."""
-    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    text = " ".join(text.split())
+def _sentence(said: Exception | str) -> str:
+    """The message of an error, or a warning's, on one line."""
+    text = " ".join(str(said.args[0] if isinstance(said, KeyError) and said.args else said).split())
     return text if text.endswith((".", "!", "?")) or not text else text + "."
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two nested values are equal; NaN equals NaN."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    first, second = np.asarray(one), np.asarray(other)
-    floats = first.dtype.kind == second.dtype.kind == "f"
-    return bool(np.array_equal(first, second, equal_nan=floats))
-
-
-def first_difference(one: list[Any], other: list[Any]) -> int | None:
-    """The index of the first elements that are not the same."""
-    return next((i for i, pair in enumerate(zip(one, other, strict=False)) if not same(*pair)), None)
-
-
-class EpisodeLengths:
-    """Notices lanes whose resets do not take back what ended the episode before."""
-
-    ENOUGH = 3
-
-    def __init__(self) -> None:
-        """Begin the first episode."""
-        self._lengths = [0]
-
-    def step(self, ended: bool) -> None:
-        """Count one step."""
-        self._lengths[-1] += 1
-        if ended:
-            self._lengths.append(0)
-
-    def judge(self, findings: Findings) -> None:
-        """Is every episode but the first over in its first step?"""
-        first, *others = self._lengths[:-1] or [0]
-        if first > 1 and len(others) >= self.ENOUGH and set(others) == {1}:
-            findings.problem(
-                "episodes of one step",
-                f"The first episode took {first} steps, but each of the {len(others)} after it ended in its first "
-                "step: reset() does not take back what ended the episode. Set all state anew there, flags included.",
-            )
-
-
-def check_value(findings: Findings, space: gs.Space[Any], value: Any, name: str, source: str) -> None:
-    """Is `value`, which `source` returned as `name`, in `space`?"""
-    if isinstance(space, gs.Dict):
-        _check_dict(findings, space, value, name, source)
-    elif isinstance(space, gs.Tuple):
-        if not isinstance(value, tuple) or len(value) != len(space.spaces):
-            findings.problem(
-                (name, "tuple"),
-                f"{source} returned {name} as {_kind(value)}, but its space is a Tuple of {len(space.spaces)}. Return "
-                "a tuple with one value for each of them.",
-            )
-            return
-        for index, (child, part) in enumerate(zip(space.spaces, value, strict=True)):
-            check_value(findings, child, part, f"{name}[{index}]", source)
-    elif isinstance(space, gs.Discrete):
-        _check_discrete(findings, space, value, name, source)
-    else:
-        _check_array(findings, space, value, name, source)
-
-
-def _check_dict(findings: Findings, space: gs.Dict, value: Any, name: str, source: str) -> None:
-    if not isinstance(value, Mapping):
-        findings.problem(
-            (name, "dict"),
-            f"{source} returned {name} as {_kind(value)}, but its space is a Dict. Return a dict with the keys "
-            f"{list(space.spaces)}.",
-        )
-        return
-    for key, child in space.spaces.items():
-        if key in value:
-            check_value(findings, child, value[key], f"{name}[{key!r}]", source)
-        else:
-            findings.problem(
-                (name, key),
-                f"{source} returned {name} without the key {key!r}, which its Dict space has. Return it always, or "
-                "take it out of the space.",
-            )
-    for key in value:
-        if key not in space.spaces:
-            findings.problem(
-                (name, key),
-                f"{source} returned {name} with the key {key!r}, which its Dict space has not, so that it would be "
-                "dropped. Add it to the space, or return it in info.",
-            )
-
-
-def _check_discrete(findings: Findings, space: gs.Discrete, value: Any, name: str, source: str) -> None:
-    if not isinstance(value, int | np.integer) and not (
-        isinstance(value, np.ndarray) and value.shape == () and value.dtype.kind in "iu"
-    ):
-        findings.problem(
-            (name, "integer"),
-            f"{source} returned {name} as {_kind(value)}, but its space {space} holds integers. Return int({name}).",
-        )
-    elif not space.start <= int(value) < space.start + space.n:
-        findings.problem(
-            (name, "outside"),
-            f"{source} returned {name} = {value}, outside of its space {space}, which goes from {space.start} to "
-            f"{space.start + space.n - 1}. Correct n or start of the space, or the value.",
-        )
-
-
-def _check_array(findings: Findings, space: gs.Space[Any], value: Any, name: str, source: str) -> None:
-    if not isinstance(value, np.ndarray | np.generic):
-        findings.doubt(
-            (name, "array"),
-            f"{source} returned {name} as {_kind(value)}, which is converted in every step. Return "
-            f"np.array({name}, dtype=np.{space.dtype}).",
-        )
+def said(check: Callable[..., Any], *args: Any, **options: Any) -> tuple[list[str], list[str]]:
+    """What a checker of gymnasium says: the sentences that it warns with, and the one that it raised, if any."""
+    raised: list[Exception] = []
+    level, logger.min_level = logger.min_level, logger.WARN
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         try:
-            value = np.asarray(value)
-        except ValueError:
-            value = np.array(value, dtype=object)
-    dtype = np.dtype(space.dtype)
+            check(*args, **options)
+        except Exception as error:
+            raised = [error]
+        finally:
+            logger.min_level = level
+    warned = [re.sub(r"\x1b\[[\d;]*m", "", str(warning.message)) for warning in caught]
+    own = [text[len("WARN: ") :] for text in warned if text.startswith("WARN: ")]  # not those of the env
+
+    def heard(texts: Sequence[Exception | str]) -> list[str]:
+        return [_sentence(text) for text in texts if all(part not in str(text) for part in NOISE)]
+
+    return heard(own), heard(raised)
+
+
+def kind_of(sentence: str) -> str:
+    """What a sentence of gymnasium is about, be it said of `reset` or of `step`."""
+    kinds = (kind for part, kind in SAME.items() if part in sentence)
+    return next(kinds, sentence.replace("reset()", "step()"))
+
+
+def check_observation(findings: Findings, space: gs.Space[Any], value: Any, source: str, warned: list[str]) -> None:
+    """Is `value`, which `source` returned, in `space`? gymnasium has `warned` of what it saw.
+
+    We look at the single values, and say more about them. What gymnasium alone minds is only doubtful if the
+    observation is in its space all the same.
+    """
+    if _are_sound(findings, space, value, "observation", source):
+        outside = [text for text in warned if "is not within the observation space" in text]
+        for text in [text for text in warned if text not in outside] or outside:
+            (findings.problem if outside else findings.doubt)(kind_of(text), text)
+
+
+def _are_sound(findings: Findings, space: gs.Space[Any], value: Any, name: str, source: str) -> bool:
+    """Check the values in `value`, as far as it is nested as `space` is."""
+    if isinstance(space, gs.Dict):
+        keys = space.spaces.keys() & value.keys() if isinstance(value, Mapping) else ()
+        return all([_are_sound(findings, space[key], value[key], f"{name}[{key!r}]", source) for key in keys])
+    if isinstance(space, gs.Tuple):
+        parts = zip(space.spaces, value, strict=False) if isinstance(value, tuple | list) else ()
+        return all([_are_sound(findings, *pair, f"{name}[{index}]", source) for index, pair in enumerate(parts)])
+    return is_sound(findings, space, value, name, source)
+
+
+def is_sound(findings: Findings, space: gs.Space[Any], value: Any, name: str, source: str) -> bool:
+    """Check the shape and the dtype of `value`, and whether it lies within the limits of `space`."""
+    try:
+        value = np.asarray(value)
+    except ValueError:
+        value = np.array(value, dtype=object)
+    is_integer = isinstance(space, gs.Discrete) and value.dtype.kind in "iub"
+    dtype = value.dtype if is_integer else np.dtype(space.dtype)  # of a discrete value any integer will do
+    given, wanted = f"{name} of dtype {value.dtype}", f"but its space {space} has"
     if value.shape != space.shape:
-        findings.problem(
-            (name, "shape"),
-            f"{source} returned {name} of shape {value.shape}, but its space {space} has the shape {space.shape}. "
-            "Return that shape, or correct the space.",
-        )
+        kind, cure = "shape", "Return that shape, or correct the space."
+        fault = f"{name} of shape {value.shape}, {wanted} the shape {space.shape}"
     elif not np.can_cast(value.dtype, dtype, "same_kind"):
-        findings.problem(
-            (name, "dtype"),
-            f"{source} returned {name} of dtype {value.dtype}, but its space {space} has {space.dtype}, to which it "
-            "cannot be cast without loss. Convert it before you return it, or correct the space's dtype.",
-        )
+        kind, cure = "dtype", "Convert it before you return it, or correct the space's dtype."
+        fault = f"{given}, {wanted} {dtype}, to which it cannot be cast without loss"
+    elif not np.can_cast(value.dtype, dtype):
+        kind, cure = "dtype", f"Return {name}.astype(np.{dtype}), or give the space dtype=np.{value.dtype}."
+        fault = f"{given}, {wanted} {dtype}, to which it would be rounded"
+    elif value.dtype.kind == "f" and np.isnan(value).any():
+        kind, cure = "nan", "Look for a division by zero, a root of something negative, or a state that grows for ever."
+        fault = f"NaN in {name}, at {_first(np.isnan(value))}"
     else:
-        if not np.can_cast(value.dtype, dtype):
-            findings.problem(
-                (name, "dtype"),
-                f"{source} returned {name} of dtype {value.dtype}, but its space has {space.dtype}, to which it would "
-                f"be rounded. Return {name}.astype(np.{space.dtype}), or give the space dtype=np.{value.dtype}.",
-            )
-        _check_range(findings, space, value, name, source)
+        low, high = (np.broadcast_to(limit, value.shape) for limit in _limits(space))
+        wrong = (value < low) | (value > high)
+        if not wrong.any():
+            return True
+        at, kind, cure = _first(wrong), "outside", "Widen the bounds of the space, or clip the value."
+        limit = f"below the limit {low[at]}" if value[at] < low[at] else f"above the limit {high[at]}"
+        fault = f"{name} outside of its space {space}: {value[at]} at {at}, {limit}"
+    findings.problem((name, kind), f"{source} returned {fault}. {cure}")
+    return False
 
 
-def _check_range(findings: Findings, space: gs.Space[Any], value: Any, name: str, source: str) -> None:
-    if value.dtype.kind == "f" and np.isnan(value).any():
-        findings.problem(
-            (name, "nan"),
-            f"{source} returned NaN in {name}, at {_first(np.isnan(value))}. Look for a division by zero, a root or "
-            "logarithm of something negative, or a state that grows without end.",
-        )
-        return
-    low, high = limits(space)
-    for wrong, limit, word in ((value < low, low, "below"), (value > high, high, "above")):
-        if wrong.any():
-            at = _first(wrong)
-            findings.problem(
-                (name, "outside"),
-                f"{source} returned {name} outside of its space: {value[at]} at {at}, {word} the limit {limit[at]}. "
-                "Widen the bounds of the space, or clip the value.",
-            )
-
-
-def limits(space: gs.Space[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """The least and the greatest values in a space of arrays."""
+def _limits(space: gs.Space[Any]) -> tuple[Any, Any]:
+    """The least and the greatest values in a space of numbers."""
     if isinstance(space, gs.Box):
         return space.low, space.high
     if isinstance(space, gs.MultiDiscrete):
-        return np.asarray(space.start), space.start + space.nvec - 1
-    shape = space.shape or ()
-    return np.zeros(shape), np.ones(shape)
+        return space.start, space.start + space.nvec - 1
+    return (space.start, space.start + space.n - 1) if isinstance(space, gs.Discrete) else (0, 1)
 
 
 def _first(mask: np.ndarray) -> tuple[int, ...]:
     return tuple(int(i[0]) for i in np.nonzero(mask)) if mask.ndim else ()
 
 
-def _kind(value: Any) -> str:
-    if isinstance(value, np.ndarray):
-        return f"an array of shape {value.shape} and dtype {value.dtype}"
-    return f"{type(value).__name__} {value!r}"[:120]
+def check_seed(findings: Findings, one: list[Any], other: list[Any], seed: int, cure: str) -> None:
+    """Were two runs with one seed the same? Where something else is wrong already, that may be why they were not."""
+    pairs = zip(one, other, strict=False)
+    step = next((i for i, pair in enumerate(pairs) if not data_equivalence(*pair, exact=True)), None)
+    if step is not None and not findings.problems:
+        differ = f"Two runs with seed {seed} and the same actions differ from step {step} on."
+        first = f"Two resets with seed {seed} gave different observations: the seed is not heeded."
+        findings.problem("seeds", f"{differ if step else first} {cure}")
+
+
+def check_lengths(findings: Findings, ends: list[bool]) -> None:
+    """Does a reset take back what ended the episode? `ends` says of each step of a lane whether it was the last."""
+    first, *others = np.diff(np.flatnonzero([True, *ends])).tolist() or [0]
+    if first > 1 and len(others) >= ENOUGH and set(others) == {1}:
+        fault = f"The first episode took {first} steps, but each of the {len(others)} after it ended in its first step"
+        cure = "reset() does not take back what ended the episode. Set all state anew there, flags included."
+        findings.problem("episodes of one step", f"{fault}: {cure}")

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import gymnasium as gym
 import torch
 from gymnasium.vector import VectorEnv
 
-from swath.envs.base import EnvBase, make_all, must_differ
-from swath.envs.lanes import GymLanes, VectorLanes
+from swath.envs.base import EnvBase
+from swath.envs.env_layout import make_all, must_differ
+from swath.envs.gym_lanes import GymLanes, VectorLanes
 from swath.envs.rows import Leaf, Rows
 from swath.errors import UnsupportedEnvError
 from swath.keys import MASK, Key
-
-
-class Lanes(Protocol):
-    """What steps the lanes of a gymnasium env."""
-
-    idles: bool
-    """Whether a lane may be without a transition in a step, told in the entry `("collector", "mask")`."""
-
-    def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
-        """Begin new episodes in `lanes`."""
-
-    def step_into(self, action: Rows, out: Rows) -> bool:
-        """Step every lane; return whether any finished."""
-
-    def seed(self, seeds: list[int]) -> None:
-        """Seed each lane, from its next reset on."""
-
-    def close(self) -> None:
-        """Close the envs."""
 
 
 class GymEnv(EnvBase):
@@ -75,7 +57,9 @@ class GymEnv(EnvBase):
             raise ValueError(f"num_envs must be 0 (no batch dimension) or more, got {num_envs}.")
         made = _make(env, num_envs, kwargs, from_pixels)
         self._owns_simulators = not isinstance(env, gym.Env | VectorEnv)
-        self.name = env if isinstance(env, str) else _name(made)
+        first = made if isinstance(made, VectorEnv) else made[0]
+        registered = env if isinstance(env, str) else first.spec.id if first.spec is not None else None
+        self.name: str = registered or type(first.unwrapped).__name__
         if isinstance(made, VectorEnv):
             if frame_skip is not None or from_pixels:
                 raise ValueError(
@@ -96,7 +80,7 @@ class GymEnv(EnvBase):
             categorical_action_encoding=categorical_action_encoding,
         )
         lanes = VectorLanes if isinstance(made, VectorEnv) else GymLanes
-        self._lanes: Lanes = lanes(made, self.observations, self.actions)
+        self._lanes: GymLanes | VectorLanes = lanes(made, self.observations, self.actions)
 
     @property
     def gym_envs(self) -> list[gym.Env[Any, Any]] | None:
@@ -134,6 +118,17 @@ class GymEnv(EnvBase):
         """Step every lane."""
         return self._lanes.step_into(action, out)
 
+    @property
+    def can_step_lanes(self) -> bool:
+        """Separate envs can be stepped one by one, the lanes of a vector env cannot."""
+        return isinstance(self._lanes, GymLanes) or self.num_lanes == 1
+
+    def step_lanes_into(self, lanes: Sequence[int], action: Rows, out: Rows) -> bool:
+        """Step the envs of `lanes`."""
+        if isinstance(self._lanes, GymLanes):
+            return self._lanes.step_into(action, out, lanes)
+        return super().step_lanes_into(lanes, action, out)
+
     def _set_seeds(self, seeds: list[int]) -> None:
         self._lanes.seed(seeds)
 
@@ -158,12 +153,6 @@ def _make(env: Any, num_envs: int, kwargs: dict[str, Any], from_pixels: bool) ->
     envs = make_all([lambda: first, *[make] * (num_envs - 1)])
     must_differ([single.unwrapped for single in envs], "lambda: gymnasium.make(...)")
     return envs
-
-
-def _name(made: Any) -> str:
-    """The registered name, or that of the class."""
-    env = made if isinstance(made, VectorEnv) else made[0]
-    return env.spec.id if env.spec is not None else type(env.unwrapped).__name__
 
 
 def _factory(env: Any, kwargs: dict[str, Any], from_pixels: bool) -> Callable[[], Any]:

@@ -4,7 +4,7 @@ NOTE [Parallel envs]: a worker process is a SerialEnv on a part of the rows. All
 maps: the workers read their lanes of the actions and write their lanes of the observations, rewards and flags, and
 nothing is copied or sent. Each step is one round, see NOTE [Rounds]: the actions are put into place, the workers are
 called, and when the last of them has finished, the rows are what `step_into` of any other env would have left there. A
-reset is a round for the workers whose lanes are marked, or was made before: see NOTE [Resets ahead].
+reset is a round for the workers whose lanes are marked, or was made before: see NOTE [Eager resets].
 
 Everything else is rare and goes through the channels, as a request to each worker and an answer of each: seeds,
 attributes, and where rows lie. There may be several rows to write into, those of the surface and those of a collector;
@@ -28,18 +28,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from swath.envs.ahead import Beginnings, leaves_of_beginnings
 from swath.envs.base import EnvBase
-from swath.envs.layout import Layout, must_agree
-from swath.envs.parallel_crew import LAST_S, STALL_S, EnvCrew
+from swath.envs.eager_reset import EagerResets, eager_leaves
+from swath.envs.env_layout import EnvLayout, must_agree
+from swath.envs.env_rounds import LAST_S, EnvRounds
 from swath.envs.parallel_worker import (
     BEGIN,
     FINISHED,
     MARKS,
     STEP,
     STEP_AND_BEGIN,
-    Call,
-    EnvWorker,
+    CallEach,
+    EnvTask,
     Get,
     Seed,
     TakeActions,
@@ -48,10 +48,9 @@ from swath.envs.parallel_worker import (
 from swath.envs.registry import Registered
 from swath.envs.rows import Leaf, Rows
 from swath.envs.serial import EnvFactory, SerialEnv, one_each
-from swath.envs.shared_rows import SharedRows
-from swath.errors import ClosedError, UnsupportedEnvError, suggestion
+from swath.errors import ClosedError, UnsupportedEnvError, WorkerDiedError, check_foreign_arguments
 from swath.keys import RESET, Key
-from swath.runtime import WorkerDiedError
+from swath.runtime.columns import Columns
 
 TUNING = (
     "share_individual_td",
@@ -65,10 +64,10 @@ TUNING = (
     "daemon",
     "auto_wrap_envs",
 )
-"""Names that users of the founding API may pass: they tune another implementation, and mean nothing here."""
+"""Arguments of TorchRL that tune its implementation, and mean nothing here."""
 REFUSED = {
-    "pin_memory": "its rows lie in memory that is shared between processes",
-    "allow_step_when_done": "a lane may always be stepped",
+    "pin_memory": "Its rows lie in memory that is shared between processes.",
+    "allow_step_when_done": "A lane may always be stepped.",
 }
 OWN = (
     "create_env_kwargs",
@@ -113,7 +112,7 @@ class ParallelEnv(EnvBase):
         mp_start_method: str | None = None,
         serial_for_single: bool = False,
         shutdown_timeout: float = 4.0,
-        stall_warning_s: float = STALL_S,
+        stall_warning_s: float = 15.0,
         **tuning: Any,
     ) -> None:
         """Start the workers, and wait until they have made their envs.
@@ -133,7 +132,7 @@ class ParallelEnv(EnvBase):
             stall_warning_s: after how many seconds without a sign a worker is named in a warning.
             tuning: names that other implementations are tuned with, which have no effect.
         """
-        _check_names(tuning)
+        check_foreign_arguments("ParallelEnv", tuning, ignored=TUNING, refused=REFUSED, known=OWN)
         factories = one_each("create_env_fn", create_env_fn, num_workers)
         kwargs = one_each("create_env_kwargs", create_env_kwargs or {}, num_workers)
         for name, count in (("envs_per_worker", envs_per_worker), ("num_sub_threads", num_sub_threads)):
@@ -144,7 +143,7 @@ class ParallelEnv(EnvBase):
         if num_threads is not None:
             _check_count("num_threads", num_threads)
             torch.set_num_threads(num_threads)
-        self._crew = EnvCrew(
+        self._workers = EnvRounds(
             f"ParallelEnv({num_workers}, ...)",
             num_workers,
             envs_per_worker,
@@ -153,30 +152,30 @@ class ParallelEnv(EnvBase):
             stall_s=_seconds("stall_warning_s", stall_warning_s),
         )
         try:
-            layouts = self._hire(factories, kwargs)
+            layouts = self._start(factories, kwargs)
             must_agree("ParallelEnv", layouts)
             _must_be_on_cpu(layouts)
             self._take_layout(layouts, device)
             self._share_actions(layouts[0].actions.leaves)
         except BaseException:
-            self._crew.close(LAST_S)
+            self._workers.close(LAST_S)
             raise
 
-    def _hire(self, factories: list[Any], kwargs: list[dict[str, Any]]) -> list[Layout]:
+    def _start(self, factories: list[Any], kwargs: list[dict[str, Any]]) -> list[EnvLayout]:
         registered = Registered.here()
-        targets = [
-            EnvWorker(
+        tasks = [
+            EnvTask(
                 share[0],
                 [factories[env] for env in share],
                 [kwargs[env] for env in share],
                 registered,
-                self._crew.member(index),
+                self._workers.rounds.member(index),
             )
-            for index, share in enumerate(self._crew.shares)
+            for index, share in enumerate(self._workers.shares)
         ]
-        return [layout for layouts in self._crew.hire(targets) for layout in layouts]
+        return [layout for layouts in self._workers.start(tasks) for layout in layouts]
 
-    def _take_layout(self, layouts: list[Layout], device: torch.device | str | None) -> None:
+    def _take_layout(self, layouts: list[EnvLayout], device: torch.device | str | None) -> None:
         first = layouts[0]
         super().__init__(
             first.observation_space,
@@ -187,17 +186,22 @@ class ParallelEnv(EnvBase):
         self.observations, self.actions, self.reward_leaf = first.observations, first.actions, first.reward_leaf
         self.has_truncated = all(layout.has_truncated for layout in layouts)
         self._layout = first
-        self._crew.name = repr(self)
+        self._workers.name = repr(self)
         lanes = self.num_lanes // len(layouts)
-        self._lanes_of = [(share[0] * lanes, (share[-1] + 1) * lanes) for share in self._crew.shares]
+        self._lanes_of = [(share[0] * lanes, (share[-1] + 1) * lanes) for share in self._workers.shares]
         self._known: weakref.WeakKeyDictionary[Rows, Known] = weakref.WeakKeyDictionary()
         self._given = 0
         self._mirror: Rows | None = None
         self._bound_action: Rows | None = None
         self._bound_out: Rows | None = None
-        self._beginnings: Beginnings | None = None
+        self._eager: EagerResets | None = None
         self._copies: list[tuple[np.ndarray, np.ndarray]] = []
         """Where actions are copied to, and from."""
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """The process ids of the workers."""
+        return self._workers.pids
 
     @property
     def out_leaves(self) -> dict[Key, Leaf]:
@@ -214,12 +218,12 @@ class ParallelEnv(EnvBase):
     def new_out_rows(self) -> Rows:
         """Rows that the workers write into themselves."""
         self.must_be_open()
-        shared = SharedRows.allocate(self.out_leaves, self.batch_size)
-        ahead = SharedRows.allocate(leaves_of_beginnings(self.observations.leaves), self.batch_size)
-        rows, kept = shared.rows(), tuple(known.number for known in self._known.values())
+        shared = Columns.shared(self.out_leaves, self.batch_size)
+        eager = Columns.shared(eager_leaves(self.observations.leaves), self.batch_size)
+        rows, kept = Rows.over(shared), tuple(known.number for known in self._known.values())
         self._given += 1
-        self._ask_all(TakeOut(self._given, shared, ahead, kept), "taking new rows of")
-        self._known[rows] = Known(self._given, ahead)
+        self._ask_all(TakeOut(self._given, shared, eager, kept), "taking new rows of")
+        self._known[rows] = Known(self._given, Rows.over(eager))
         return rows
 
     def _bind_out(self, out: Rows) -> bool:
@@ -228,14 +232,14 @@ class ParallelEnv(EnvBase):
         if known is None:
             return False
         self._bound_out, self._out_number = out, known.number
-        self._beginnings = Beginnings(known.beginnings.rows(), out)
+        self._eager = EagerResets(known.eager, out)
         return True
 
     def _share_actions(self, leaves: dict[Key, Leaf]) -> None:
         """Make rows for actions of that kind, and tell the workers."""
-        shared = SharedRows.allocate({**leaves, **MARKS}, self.batch_size)
+        shared = Columns.shared({**leaves, **MARKS}, self.batch_size)
         self._ask_all(TakeActions(shared), "taking new rows of")
-        self._shared_action, self._action_leaves = shared.rows(), dict(leaves)
+        self._shared_action, self._action_leaves = Rows.over(shared), dict(leaves)
         self._marks = self._shared_action.arrays[RESET]
 
     def _bind_action(self, action: Rows) -> None:
@@ -251,7 +255,7 @@ class ParallelEnv(EnvBase):
     def step_into(self, action: Rows, out: Rows) -> bool:
         """Step all envs at once."""
         with self._turn:
-            self._crew.settle()
+            self._workers.settle()
             if out is not self._bound_out and not self._bind_out(out):
                 return self._through_mirror(out, lambda mirror: self.step_into(action, mirror))
             if action is not self._bound_action:
@@ -266,12 +270,12 @@ class ParallelEnv(EnvBase):
             self._reset_into(lanes, out)
 
     def _reset_into(self, lanes: Sequence[int], out: Rows) -> None:
-        self._crew.settle()
+        self._workers.settle()
         if out is not self._bound_out and not self._bind_out(out):
             self._through_mirror(out, lambda mirror: self.reset_into(lanes, mirror))
             return
-        if self._beginnings is not None:
-            lanes = self._beginnings.hand_out(lanes, out)
+        if self._eager is not None:
+            lanes = self._eager.hand_out(lanes, out)
         if not lanes:
             return
         self._marks[:] = False
@@ -283,23 +287,23 @@ class ParallelEnv(EnvBase):
 
     def _round(self, doing: str, what: int, workers: Sequence[int] | None = None) -> int:
         try:
-            return self._crew.round(doing, (what, self._out_number), workers)
+            return self._workers.round(doing, (what, self._out_number), workers)
         except Exception as error:
             if self.is_closed and not isinstance(error, WorkerDiedError):
                 raise ClosedError(f"{self!r} was closed while it was {doing}.") from error
             raise
         finally:
-            self.is_closed = self._crew.is_closed
+            self.is_closed = self._workers.is_closed
 
     def _ask(self, requests: Sequence[Any], doing: str) -> list[Any]:
         with self._turn:
             try:
-                return self._crew.ask(requests, doing)
+                return self._workers.ask(requests, doing)
             finally:
-                self.is_closed = self._crew.is_closed
+                self.is_closed = self._workers.is_closed
 
     def _ask_all(self, request: Any, doing: str) -> list[Any]:
-        return self._ask([request] * len(self._crew.shares), doing)
+        return self._ask([request] * len(self._workers.shares), doing)
 
     def _through_mirror(self, out: Rows, do: Any) -> bool:
         """Use rows that the workers know, for rows that they do not."""
@@ -326,14 +330,14 @@ class ParallelEnv(EnvBase):
     def call(self, path: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call what is at `path` of each env, a method for instance; the results, as they were sent."""
         self.must_be_open()
-        request = Call(path, args, kwargs)
+        request = CallEach(path, args, kwargs)
         return [result for share in self._ask_all(request, f"calling {path!r} of") for result in share]
 
     def _close(self) -> None:
         try:
-            self._crew.close(self._shutdown_timeout)
+            self._workers.close(self._shutdown_timeout)
         finally:  # rows keep their memory, and a descriptor; others may hold theirs for as long as they like
-            self._out_rows = self._mirror = self._bound_out = self._bound_action = self._beginnings = None
+            self._out_rows = self._mirror = self._bound_out = self._bound_action = self._eager = None
             self._shared_action, self._copies = Rows({}), []
             self._marks = np.empty(0, bool)
 
@@ -344,18 +348,10 @@ class ParallelEnv(EnvBase):
 
 @dataclass(frozen=True)
 class Known:
-    """What the workers know of rows: their number, and where they put beginnings."""
+    """What the workers know of rows: their number, and where they put first observations."""
 
     number: int
-    beginnings: SharedRows
-
-
-def _check_names(given: dict[str, Any]) -> None:
-    for name in given:
-        if name in REFUSED:
-            raise ValueError(f"ParallelEnv takes no {name}: {REFUSED[name]}. Leave it out.")
-        if name not in TUNING:
-            raise TypeError(f"ParallelEnv takes no argument {name!r}.{suggestion(name, (*OWN, *TUNING))}")
+    eager: Rows
 
 
 def _check_count(name: str, given: Any) -> None:
@@ -369,7 +365,7 @@ def _seconds(name: str, given: Any) -> float:
     return float(given)
 
 
-def _must_be_on_cpu(layouts: list[Layout]) -> None:
+def _must_be_on_cpu(layouts: list[EnvLayout]) -> None:
     for index, layout in enumerate(layouts):
         if layout.rows_device is not None and layout.rows_device.type != "cpu":
             raise UnsupportedEnvError(

@@ -11,16 +11,19 @@ import numpy as np
 import torch
 
 from swath.envs.adapt import as_env
-from swath.envs.ahead import Beginnings
-from swath.envs.base import EnvBase, make_all
-from swath.envs.layout import Layout
+from swath.envs.base import EnvBase
+from swath.envs.eager_reset import EagerResets
+from swath.envs.env_layout import EnvLayout, make_all
 from swath.envs.registry import Registered
 from swath.envs.rows import Leaf, Rows
 from swath.envs.serial import SerialEnv
-from swath.envs.shared_rows import SharedRows
 from swath.errors import annotate
 from swath.keys import RESET, Key
-from swath.runtime import Channel, Failure, Goodbye, Member, follow
+from swath.runtime import Failure, Member, follow
+from swath.runtime.carrier import Link, Order, Topic
+from swath.runtime.columns import Columns
+from swath.runtime.processes import ProcessLink
+from swath.runtime.snapshots import Snapshots
 
 STEP, STEP_AND_BEGIN, BEGIN = range(3)
 """What a round is for; the first of its orders. The second is the number of the rows to write into."""
@@ -34,7 +37,7 @@ MARKS: dict[Key, Leaf] = {RESET: Leaf((), torch.bool)}
 class TakeActions:
     """Read actions, and which lanes to reset, from these rows."""
 
-    rows: SharedRows
+    rows: Columns
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,8 @@ class TakeOut:
     """Write into these rows when a round says `number`; forget all others but those of `kept`."""
 
     number: int
-    rows: SharedRows
-    beginnings: SharedRows
+    rows: Columns
+    eager: Columns
     kept: tuple[int, ...]
 
 
@@ -62,7 +65,7 @@ class Get:
 
 
 @dataclass(frozen=True)
-class Call:
+class CallEach:
     """Call what is at `path`, of each env, and give the results."""
 
     path: str
@@ -71,7 +74,12 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Failed:
+class GetFailure:
+    """Give what went wrong in the last round."""
+
+
+@dataclass(frozen=True)
+class EnvFailure:
     """Something was raised, in one of the envs if `env` says which: counted from the worker's first."""
 
     failure: Failure
@@ -79,8 +87,8 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class EnvWorker:
-    """What is sent to a worker: it makes its envs, tells their layouts, and steps them until it is told to end.
+class EnvTask:
+    """What is sent to a worker: it makes its envs, gives their layouts, and steps them until it is stopped.
 
     Its envs are numbered from `first`.
     """
@@ -91,29 +99,19 @@ class EnvWorker:
     registered: Registered
     member: Member
 
-    def __call__(self, channel: Channel) -> None:
-        """Be the worker."""
+    def begin(self, link: Link) -> EnvJob:
+        """Make the envs, in the worker."""
+        assert isinstance(link, ProcessLink)  # rounds are among processes of one machine
         self.registered.adopt()
         makers = [
-            partial(_named, self.first + index, factory, kwargs)
+            partial(_made_as, self.first + index, factory, kwargs)
             for index, (factory, kwargs) in enumerate(zip(self.factories, self.kwargs, strict=True))
         ]
-        try:
-            envs = make_all(makers)
-            layouts = [Layout.of(env) for env in envs]
-        except Exception as error:
-            channel.send(Failed(Failure.of(error)))
-            channel.receive()  # to end before we are told would be a death
-            return
-        _answer(channel, layouts)
-        try:
-            _serve(envs, self.first, self.member, channel)
-        finally:
-            for env in envs:
-                env.close()
+        self.member.attend(link.fileno())
+        return EnvJob(make_all(makers), self.first, self.member)
 
 
-def _named(index: int, factory: Callable[..., Any], kwargs: dict[str, Any]) -> EnvBase:
+def _made_as(index: int, factory: Callable[..., Any], kwargs: dict[str, Any]) -> EnvBase:
     try:
         return as_env(factory, kwargs)
     except Exception as error:
@@ -121,37 +119,44 @@ def _named(index: int, factory: Callable[..., Any], kwargs: dict[str, Any]) -> E
         raise
 
 
-def _answer(channel: Channel, value: Any) -> None:
-    try:
-        channel.send(value, by_value=True)
-    except RuntimeError as error:  # it cannot be pickled
-        channel.send(Failed(Failure.of(error)))
+class EnvJob:
+    """Takes part in rounds, and answers questions between them."""
 
+    def __init__(self, envs: list[EnvBase], first: int, member: Member) -> None:
+        """Step `envs`."""
+        self._envs, self._first, self._member = envs, first, member
+        self._stepper: Stepper | None = None
 
-def _serve(envs: list[EnvBase], first: int, member: Member, channel: Channel) -> None:
-    stepper: Stepper | Failed | None = None
-    member.attend(channel.fileno())
-    while True:
-        if member.wait():
-            assert isinstance(stepper, Stepper), "a round began before the rows were told"
-            outcome = stepper.take_part(member.orders[0], member.orders[1])
-            if outcome == FAILED:
-                channel.send(stepper.failed)
-            member.finish(outcome)
-            continue
-        for message in channel.receive_all():
-            if isinstance(message, Goodbye):
-                return
-            if stepper is None:  # not before: now the parent has found that all layouts agree
-                stepper = _stepper(envs, first)
-            _answer(channel, stepper if isinstance(stepper, Failed) else stepper.obey(message))
+    def describe(self) -> list[EnvLayout]:
+        """What the envs look like."""
+        return [EnvLayout.of(env) for env in self._envs]
 
+    def idle(self) -> None:
+        """Take part in rounds until a message comes."""
+        while self._member.wait():
+            assert self._stepper is not None, "a round began before there were rows"
+            self._member.finish(self._stepper.take_part(self._member.orders[0], self._member.orders[1]))
 
-def _stepper(envs: list[EnvBase], first: int) -> Stepper | Failed:
-    try:
-        return Stepper(envs, first)
-    except Exception as error:  # perhaps it is the same env twice
-        return Failed(Failure.of(error))
+    def answer(self, request: object) -> object:
+        """Answer a question of the ParallelEnv; what an env raises is an answer, too."""
+        if self._stepper is None:  # not before: now the parent has found that all layouts agree
+            try:
+                self._stepper = Stepper(self._envs, self._first)
+            except Exception as error:  # perhaps it is the same env twice
+                return EnvFailure(Failure.of(error))
+        return self._stepper.obey(request)
+
+    def work(self, order: Order, has_questions: Callable[[], bool]) -> object:
+        """Not used: work is done in rounds."""
+        raise TypeError(f"A worker of a ParallelEnv cannot understand {order!r}.")
+
+    def subscribe(self, topic: Topic, snapshots: Snapshots) -> None:
+        """Not used: envs have no weights."""
+
+    def stop(self) -> None:
+        """Close the envs."""
+        for env in self._envs:
+            env.close()
 
 
 class Share(SerialEnv):
@@ -171,58 +176,57 @@ class Stepper:
         """Make one env of them."""
         self._env = Share(len(envs), envs)
         self._lanes_are_apart = envs[0].num_lanes == 1 or self._env.is_merged
-        self._start = first * envs[0].num_lanes
-        self._stop = self._start + self._env.num_lanes
+        self._first = first
         self._outs: dict[int, Rows] = {}
-        self._beginnings: dict[int, Beginnings] = {}
-        self._failed_ahead: tuple[Failed, np.ndarray] | None = None
-        """What went wrong in a reset that nobody has asked for yet, and the lanes that were to be reset."""
-        self.failed: Failed | None = None
+        self._eager: dict[int, EagerResets] = {}
+        self._failed_eager: tuple[EnvFailure, np.ndarray] | None = None
+        """What went wrong in an eager reset that was not asked for yet, and the lanes that were to be reset."""
+        self.failed: EnvFailure | None = None
         """What went wrong last."""
 
     def take_part(self, what: int, rows: int) -> int:
         """Do our part of a round; the outcome."""
         try:
             if what != BEGIN:
-                return self._step(rows, ahead=what == STEP_AND_BEGIN)
+                return self._step(rows, eagerly=what == STEP_AND_BEGIN)
             self.failed = self._taken_failure()
             if self.failed is None:
                 self._reset(rows)
         except Exception as error:
-            self.failed = Failed(Failure.of(error), self._env.failed)
+            self.failed = EnvFailure(Failure.of(error), self._env.failed)
         return GOING_ON if self.failed is None else FAILED
 
-    def _step(self, rows: int, ahead: bool) -> int:
-        """Step, and begin new episodes where old ones have ended if that is wanted: see NOTE [Resets ahead]."""
-        self._drop_beginnings()
+    def _step(self, rows: int, eagerly: bool) -> int:
+        """Step, and begin new episodes where old ones have ended if that is wanted: see NOTE [Eager resets]."""
+        self._drop_eager()
         if not self._env.step_into(self._action, self._outs[rows]):
             return GOING_ON
-        if ahead and self._lanes_are_apart:
+        if eagerly and self._lanes_are_apart:
             try:
-                self._beginnings[rows].make(self._env)
+                self._eager[rows].make(self._env)
             except Exception as error:
-                failed = Failed(Failure.of(error), self._env.failed)
-                self._failed_ahead = (failed, self._beginnings[rows].ended())
+                failed = EnvFailure(Failure.of(error), self._env.failed)
+                self._failed_eager = (failed, self._eager[rows].ended())
         return FINISHED
 
-    def _taken_failure(self) -> Failed | None:
-        """What was kept of a reset ahead, if it concerns a lane that shall be reset now."""
-        if self._failed_ahead is None or not self._marks[self._failed_ahead[1]].any():
+    def _taken_failure(self) -> EnvFailure | None:
+        """What an eager reset has raised, if it concerns a lane that shall be reset now."""
+        if self._failed_eager is None or not self._marks[self._failed_eager[1]].any():
             return None
-        failed, self._failed_ahead = self._failed_ahead[0], None
+        failed, self._failed_eager = self._failed_eager[0], None
         return failed
 
     def _reset(self, rows: int) -> None:
-        """Reset the lanes that are marked, unless they were reset ahead, with whatever rows."""
+        """Reset the lanes that are marked, unless they were reset eagerly, with whatever rows."""
         lanes: Sequence[int] = np.flatnonzero(self._marks).tolist()
-        for beginnings in self._beginnings.values():
-            lanes = beginnings.hand_out(lanes, self._outs[rows])
+        for eager in self._eager.values():
+            lanes = eager.hand_out(lanes, self._outs[rows])
         self._env.reset_into(lanes, self._outs[rows])
 
-    def _drop_beginnings(self) -> None:
-        self._failed_ahead = None
-        for beginnings in self._beginnings.values():
-            beginnings.drop()
+    def _drop_eager(self) -> None:
+        self._failed_eager = None
+        for eager in self._eager.values():
+            eager.drop()
 
     def obey(self, request: Any) -> Any:
         """Do what was asked, and return what was asked for."""
@@ -230,31 +234,33 @@ class Stepper:
         try:
             return self._obey(request)
         except Exception as error:
-            return Failed(Failure.of(error), self._env.failed)
+            return EnvFailure(Failure.of(error), self._env.failed)
 
     def _obey(self, request: Any) -> Any:
         match request:
             case TakeActions(rows):
                 self._action = self._part(rows)
                 self._marks = self._action.arrays[RESET]
-            case TakeOut(number, rows, beginnings, kept):
+            case TakeOut(number, rows, eager, kept):
                 self._outs = {key: out for key, out in self._outs.items() if key in kept}
-                self._beginnings = {key: known for key, known in self._beginnings.items() if key in kept}
+                self._eager = {key: known for key, known in self._eager.items() if key in kept}
                 self._outs[number] = self._part(rows)
-                self._beginnings[number] = Beginnings(self._part(beginnings), self._outs[number])
+                self._eager[number] = EagerResets(self._part(eager), self._outs[number])
             case Seed(seeds):
-                self._env._set_seeds(seeds)
-                self._drop_beginnings()
+                self._env.seed_lanes(seeds)
+                self._drop_eager()
+            case GetFailure():
+                return self.failed
             case Get(path):
                 return self._each(lambda env: follow(env, path))
-            case Call(path, args, kwargs):
+            case CallEach(path, args, kwargs):
                 return self._each(lambda env: follow(env, path)(*args, **kwargs))
             case _:
                 raise TypeError(f"A worker of a ParallelEnv was sent {request!r}.")
         return None
 
-    def _part(self, rows: SharedRows) -> Rows:
-        return rows.rows().part(self._start, self._stop, tuple(self._env.batch_size))
+    def _part(self, columns: Columns) -> Rows:
+        return Rows.over(columns.part(self._first, self._first + len(self._env.envs)))
 
     def _each(self, ask: Callable[[EnvBase], Any]) -> list[Any]:
         found = []

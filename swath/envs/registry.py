@@ -26,7 +26,7 @@ class Registered:
     def here() -> Registered:
         """All that is registered in this process, by value: entry points may be classes or functions of a script.
 
-        What cannot be pickled stays here. Whoever asks for it will be told that there is no such env.
+        What cannot be pickled stays here. A worker that asks for it hears that there is no such env.
         """
         named = [spec for spec in gym.registry.values() if isinstance(spec.entry_point, str)]
         together = _packed(named)

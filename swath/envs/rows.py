@@ -1,14 +1,14 @@
 """Rows: one row per lane of every entry, in memory that stays where it is.
 
-The env, the policy and the loop hand data to each other through rows. Because they never move, whoever works on them
-takes its views once and writes in place afterwards: no TensorDict and no array is made per step.
+The env, the policy and the loop hand data to each other through rows. Because they never move, each of them takes its
+views once and writes in place afterwards: no TensorDict and no array is made per step. The memory is that of columns,
+private or shared, and rows may join entries of several.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,19 +16,9 @@ from torch import Tensor
 
 from swath.errors import wrong_shape
 from swath.keys import Key
+from swath.runtime.columns import Columns, Leaf
 
-
-@dataclass(frozen=True)
-class Leaf:
-    """Shape (of one lane) and dtype of an entry."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(tensor: Tensor, batch_dims: int) -> Leaf:
-        """The leaf that `tensor` is a batch of."""
-        return Leaf(tuple(tensor.shape[batch_dims:]), tensor.dtype)
+__all__ = ["Leaf", "Rows"]
 
 
 class Rows:
@@ -48,11 +38,19 @@ class Rows:
         self.batch_size = tuple(batch_size)
         self.lanes = math.prod(self.batch_size)
         self.restarts = False
-        """A promise of whoever steps an env with these rows: finished lanes are reset before they are stepped again."""
+        """A promise of the caller that steps an env with these rows: to reset finished lanes before the next step."""
         self.tensors: dict[Key, Tensor] = {}
         self.arrays: dict[Key, np.ndarray] = {}
-        for key, leaf in leaves.items():
-            self.add(key, torch.zeros(self.batch_size + leaf.shape, dtype=leaf.dtype, device=device))
+        for key, tensor in Columns(leaves, self.batch_size, device=device).tensors.items():
+            self.add(key, tensor)
+
+    @staticmethod
+    def over(columns: Columns) -> Rows:
+        """Rows in the memory of `columns`, whose shape is the batch size; it lives for as long as they do."""
+        rows = Rows({}, columns.shape)
+        for key, tensor in columns.tensors.items():
+            rows.add(key, tensor)
+        return rows
 
     def add(self, key: Key, tensor: Tensor) -> None:
         """Take in `tensor`, of shape `batch_size + leaf.shape`, as the memory of `key`."""

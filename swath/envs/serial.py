@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from swath.envs.adapt import as_env
-from swath.envs.base import EnvBase, make_all, must_differ
+from swath.envs.base import EnvBase
+from swath.envs.env_layout import EnvLayout, make_all, must_agree, must_differ
 from swath.envs.gym import GymEnv
-from swath.envs.lanes import GymLanes
-from swath.envs.layout import Layout, must_agree
+from swath.envs.gym_lanes import GymLanes
 from swath.envs.rows import Leaf, Rows
 from swath.errors import annotate
 from swath.keys import Key
@@ -42,7 +42,7 @@ class SerialEnv(EnvBase):
         self.envs = make_all([partial(as_env, f, k) for f, k in zip(factories, kwargs, strict=True)])
         must_differ(self.simulators, "SerialEnv(4, lambda: GymEnv('CartPole-v1'))")
         first = self.envs[0]
-        must_agree("SerialEnv", [Layout.of(env) for env in self.envs])
+        must_agree("SerialEnv", [EnvLayout.of(env) for env in self.envs])
         super().__init__(
             first.observation_space,
             first.action_space,
@@ -52,14 +52,12 @@ class SerialEnv(EnvBase):
         self.observations, self.actions = first.observations, first.actions
         self.reward_leaf = first.reward_leaf
         self.has_truncated = all(env.has_truncated for env in self.envs)
-        self._lanes = _merged(self.envs)
-        self._bound_action: Rows | None = None
-        self._bound_out: Rows | None = None
+        self._lanes: GymLanes | EnvLanes = _merged(self.envs) or EnvLanes(self.envs)
 
     @property
     def is_merged(self) -> bool:
         """Whether all lanes are gymnasium envs of their own, and stepped as one set."""
-        return self._lanes is not None
+        return isinstance(self._lanes, GymLanes)
 
     @property
     def rows_device(self) -> torch.device | None:
@@ -78,65 +76,41 @@ class SerialEnv(EnvBase):
 
     def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
         """Begin new episodes in `lanes`, each in the env that it belongs to."""
-        if self._lanes is not None:
-            try:
-                self._lanes.reset_into(lanes, out)
-            except Exception as error:
-                self._name(error, self._lanes.failed // self.envs[0].num_lanes)
-                raise
-            return
-        if out is not self._bound_out:
-            self._bind_out(out)
-        size, index = self.envs[0].num_lanes, 0
         try:
-            for index, (env, part) in enumerate(zip(self.envs, self._outs, strict=True)):
-                own = [lane - index * size for lane in lanes if lane // size == index]
-                if own:
-                    env.reset_into(own, part)
+            self._lanes.reset_into(lanes, out)
         except Exception as error:
-            self._name(error, index)
+            self._name(error, self._lanes.failed // self.envs[0].num_lanes)
             raise
 
     def step_into(self, action: Rows, out: Rows) -> bool:
         """Step every env on its part of the rows."""
-        if self._lanes is not None:
-            try:
-                return self._lanes.step_into(action, out)
-            except Exception as error:
-                self._name(error, self._lanes.failed // self.envs[0].num_lanes)
-                raise
-        if action is not self._bound_action:
-            self._actions, self._bound_action = self._split(action), action
-        if out is not self._bound_out:
-            self._bind_out(out)
-        finished, index = False, 0
         try:
-            for index, env in enumerate(self.envs):
-                finished |= env.step_into(self._actions[index], self._outs[index])
+            return self._lanes.step_into(action, out)
         except Exception as error:
-            self._name(error, index)
+            self._name(error, self._lanes.failed // self.envs[0].num_lanes)
             raise
-        return finished
 
-    def _bind_out(self, out: Rows) -> None:
-        self._outs, self._bound_out = self._split(out), out
+    @property
+    def can_step_lanes(self) -> bool:
+        """Whether each of the envs can."""
+        return all(env.can_step_lanes for env in self.envs)
 
-    def _split(self, rows: Rows) -> list[Rows]:
-        """The part of `rows` of each env."""
-        size, shape = self.envs[0].num_lanes, tuple(self.envs[0].batch_size)
-        return [rows.part(i * size, (i + 1) * size, shape) for i in range(len(self.envs))]
+    def step_lanes_into(self, lanes: Sequence[int], action: Rows, out: Rows) -> bool:
+        """Step `lanes`, each in the env that it belongs to."""
+        if not self.can_step_lanes:
+            return super().step_lanes_into(lanes, action, out)
+        try:
+            return self._lanes.step_into(action, out, lanes)
+        except Exception as error:
+            self._name(error, self._lanes.failed // self.envs[0].num_lanes)
+            raise
 
     def _name(self, error: Exception, index: int) -> None:
         """Add to an error in which env it was raised."""
         annotate(error, f"This was env {index} of {self!r}.")
 
     def _set_seeds(self, seeds: list[int]) -> None:
-        if self._lanes is not None:
-            self._lanes.seed(seeds)
-            return
-        size = self.envs[0].num_lanes
-        for index, env in enumerate(self.envs):
-            env._set_seeds(seeds[index * size : (index + 1) * size])
+        self._lanes.seed(seeds)
 
     def _close(self) -> None:
         for env in self.envs:
@@ -145,6 +119,61 @@ class SerialEnv(EnvBase):
     def __repr__(self) -> str:
         """Number of envs, and the first."""
         return f"SerialEnv({len(self.envs)}, {self.envs[0]!r})"
+
+
+class EnvLanes:
+    """Envs with the same number of lanes each, stepped one after the other on their parts of the rows."""
+
+    def __init__(self, envs: Sequence[EnvBase]) -> None:
+        """Step `envs`."""
+        self._envs = envs
+        self._size, self._shape = envs[0].num_lanes, tuple(envs[0].batch_size)
+        self.failed = 0
+        """The first lane of the env that has raised last."""
+        self._bound_action: Rows | None = None
+        self._bound_out: Rows | None = None
+
+    def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
+        """Reset the envs of `lanes`."""
+        if out is not self._bound_out:
+            self._outs, self._bound_out = self._split(out), out
+        for index, own in self._shares(lanes).items():
+            self.failed = index * self._size
+            self._envs[index].reset_into(own, self._outs[index])
+
+    def step_into(self, action: Rows, out: Rows, lanes: Sequence[int] | None = None) -> bool:
+        """Step all envs, or those of `lanes`."""
+        if action is not self._bound_action:
+            self._actions, self._bound_action = self._split(action), action
+        if out is not self._bound_out:
+            self._outs, self._bound_out = self._split(out), out
+        finished = False
+        if lanes is None:
+            for index, env in enumerate(self._envs):
+                self.failed = index * self._size
+                finished |= env.step_into(self._actions[index], self._outs[index])
+        else:
+            for index, own in self._shares(lanes).items():
+                self.failed = index * self._size
+                finished |= self._envs[index].step_lanes_into(own, self._actions[index], self._outs[index])
+        return finished
+
+    def seed(self, seeds: list[int]) -> None:
+        """Seed each lane."""
+        for index, env in enumerate(self._envs):
+            env.seed_lanes(seeds[index * self._size : (index + 1) * self._size])
+
+    def _shares(self, lanes: Sequence[int]) -> dict[int, list[int]]:
+        """By env: those of `lanes` that it has, as it counts them."""
+        shares: dict[int, list[int]] = {}
+        for lane in lanes:
+            shares.setdefault(lane // self._size, []).append(lane % self._size)
+        return shares
+
+    def _split(self, rows: Rows) -> list[Rows]:
+        """The part of `rows` of each env."""
+        size = self._size
+        return [rows.part(i * size, (i + 1) * size, self._shape) for i in range(len(self._envs))]
 
 
 def one_each(name: str, given: Any, count: int) -> list[Any]:

@@ -6,7 +6,7 @@ functions returned here are bound once and called every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,9 @@ Path = tuple[str | int, ...]
 
 LaneWriter = Callable[[int, Any], None]
 """Takes a lane and its value, and writes it where it belongs."""
+
+Decode = Callable[[np.ndarray], np.ndarray]
+"""Takes rows of encoded actions, and gives gymnasium's values of them in memory of their own."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,7 @@ def _discrete_writer(key: Key, space: gs.Discrete, target: np.ndarray, one_hot: 
 
     def write(lane: int, value: Any) -> None:
         index = int(value) - start
-        if not 0 <= index < n:  # as an index it might wrap around, and nobody would notice
+        if not 0 <= index < n:  # as an index it might wrap around unnoticed
             raise _outside(key, value, space, lane)
         if one_hot:
             target[lane] = 0
@@ -231,30 +234,28 @@ class ActionCodec:
         self.entries = entries_of(space, ACTION)
         self.leaves = {entry.key: leaf_of(entry, categorical) for entry in self.entries}
 
-    def lane_reader(self, rows: Rows) -> Callable[[], list[Any]]:
-        """A function that gives a list of gymnasium actions, one per lane, that the envs may keep."""
-        readers = [(e, self.reader(e, rows.arrays[e.key])) for e in self.entries]
-        if len(readers) == 1 and not readers[0][0].path:
-            read = readers[0][1]
+    def lane_reader(self, rows: Rows) -> Callable[[Sequence[int] | None], list[Any]]:
+        """A function that gives a list of gymnasium actions, for all lanes or some, that the envs may keep."""
+        sources = [(e.path, *self._source(e, rows.arrays[e.key])) for e in self.entries]
+        if len(sources) == 1 and not sources[0][0]:
+            _, array, decode = sources[0]
             # Discrete actions stay np.int64, as gymnasium samples them: it checks plain ints at twice the price.
-            return lambda: list(read())
+            return lambda lanes: list(decode(array if lanes is None else array[list(lanes)]))
 
-        def read_all() -> list[Any]:
-            values = [(entry, read()) for entry, read in readers]
-            return [
-                _assemble(self.space, {entry.path: value[lane] for entry, value in values})
-                for lane in range(rows.lanes)
-            ]
+        def read(lanes: Sequence[int] | None) -> list[Any]:
+            values = [(path, decode(array if lanes is None else array[list(lanes)])) for path, array, decode in sources]
+            count = rows.lanes if lanes is None else len(lanes)
+            return [_assemble(self.space, {path: value[i] for path, value in values}) for i in range(count)]
 
-        return read_all
+        return read
 
     def batch_reader(self, rows: Rows) -> Callable[[], Any]:
         """A function that gives the actions of all lanes as gymnasium's vector envs take them."""
-        readers = [(e.path, self.reader(e, rows.arrays[e.key])) for e in self.entries]
-        return lambda: _assemble(self.space, {path: read() for path, read in readers})
+        sources = [(e.path, *self._source(e, rows.arrays[e.key])) for e in self.entries]
+        return lambda: _assemble(self.space, {path: decode(array) for path, array, decode in sources})
 
-    def reader(self, entry: Entry, array: np.ndarray) -> Callable[[], np.ndarray]:
-        """A function that gives gymnasium's values `[N, ...]` of one entry, in memory of their own.
+    def _source(self, entry: Entry, array: np.ndarray) -> tuple[np.ndarray, Decode]:
+        """Where the actions of one entry lie, `[N, ...]`, and what makes gymnasium's values of these or of some rows.
 
         For a Discrete space the rows may hold indices, one-hot vectors or scores, of which the largest counts.
         """
@@ -264,25 +265,27 @@ class ActionCodec:
             start = dtype.type(space.start)
             if shape == (int(space.n),):
                 if start == 0 and dtype == np.int64:
-                    return lambda: array.argmax(1)
-                return lambda: array.argmax(1).astype(dtype) + start
+                    return array, lambda given: given.argmax(1)
+                return array, lambda given: given.argmax(1).astype(dtype) + start
             if integral and shape in ((), (1,)):
                 flat = array.reshape(-1)
-                return (lambda: flat + start) if array.dtype == dtype else (lambda: flat.astype(dtype) + start)
+                if flat.dtype == dtype:
+                    return flat, lambda given: given + start
+                return flat, lambda given: given.astype(dtype) + start
         elif isinstance(space, gs.MultiDiscrete):
             starts = space.start
             if shape == (int(space.nvec.sum()),):
                 cuts = _offsets(space)[-1][1:]
 
-                def pick() -> np.ndarray:
-                    indices = [block.argmax(1) for block in np.split(array, cuts, 1)]
+                def pick(given: np.ndarray) -> np.ndarray:
+                    indices = [block.argmax(1) for block in np.split(given, cuts, 1)]
                     return np.stack(indices, 1).reshape(-1, *starts.shape).astype(dtype) + starts
 
-                return pick
+                return array, pick
             if integral and shape == starts.shape:
-                return lambda: array.astype(dtype) + starts
+                return array, lambda given: given.astype(dtype) + starts
         elif shape == tuple(space.shape or ()):
-            return lambda: array.astype(dtype)
+            return array, lambda given: given.astype(dtype)
         raise wrong_shape(entry.key, self.leaves[entry.key].shape, shape, f"The policy, for the action space {space},")
 
     def draw(

@@ -9,8 +9,8 @@ import torch
 from gymnasium import spaces as gs
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torchrl import modules as peer_modules
-from torchrl.envs import EnvBase as PeerEnv
+from torchrl import modules as torchrl_modules
+from torchrl.envs import EnvBase as TorchRLEnvBase
 from torchrl.envs.utils import step_mdp
 
 from swath.envs.base import EnvBase
@@ -36,7 +36,7 @@ class SpecObservations(ObservationCodec):
 class SpecActions(ActionCodec):
     """The actions that a TorchRL env's spec tells of."""
 
-    def __init__(self, env: PeerEnv, leaves: dict[Key, Leaf]) -> None:
+    def __init__(self, env: TorchRLEnvBase, leaves: dict[Key, Leaf]) -> None:
         """Random actions are drawn by the spec."""
         self.space = ANYTHING
         self.categorical = False
@@ -67,7 +67,7 @@ class TorchRLEnv(EnvBase):
 
     _owns_simulators = False
 
-    def __init__(self, env: PeerEnv) -> None:
+    def __init__(self, env: TorchRLEnvBase) -> None:
         """Take over `env`."""
         self.env = env
         dims = len(env.batch_size)
@@ -96,8 +96,8 @@ class TorchRLEnv(EnvBase):
         """TorchRL's random policy and its noise may be made without a spec, to take that of the env's actions."""
         if hasattr(policy, "set_action_spec_from_env"):
             policy.set_action_spec_from_env(self.env)
-        elif isinstance(policy, nn.Module) and hasattr(peer_modules, "set_exploration_modules_spec_from_env"):
-            peer_modules.set_exploration_modules_spec_from_env(policy, self.env)  # not in older versions
+        elif isinstance(policy, nn.Module) and hasattr(torchrl_modules, "set_exploration_modules_spec_from_env"):
+            torchrl_modules.set_exploration_modules_spec_from_env(policy, self.env)  # not in older versions
 
     def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
         """Reset all lanes, or by mask those of `lanes`."""

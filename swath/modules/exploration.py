@@ -1,7 +1,7 @@
 """How a policy explores: tensordict's interaction type under the name that RL users know.
 
 NOTE [Exploring in a thread]: tensordict keeps the type in one place for the whole process. A collector that runs in the
-background must not touch it: the trainer, in its own thread, may just be evaluating. So there it is told to us alone,
+background must not touch it: the trainer, in its own thread, may just be evaluating. So there it is set for us alone,
 by a context variable, which every thread has for itself. Plans ask `acting_type`, and known modules never look at the
 process's type; only around a call of a module that we do not know is it set for the process, for as long as the call
 takes.
@@ -41,7 +41,7 @@ def acting_type() -> InteractionType | None:
     return _of_this_thread.get() or exploration_type()
 
 
-def told_to_modules() -> AbstractContextManager[Any]:
+def exploring_in_modules() -> AbstractContextManager[Any]:
     """A context in which modules that we do not know see the type that counts here."""
     kind = _of_this_thread.get()
     return nullcontext() if kind is None else set_interaction_type(kind)

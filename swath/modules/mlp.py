@@ -3,12 +3,20 @@
 For a few lanes, calling `nn.Linear` costs ten times what its arithmetic does. A stack of linear layers and elementwise
 activations is therefore run with numpy. The parameters are fetched anew for each slot, so whatever was done to them
 (an optimiser's step, `load_state_dict`, a replaced parameter) is seen, and all of a slot comes from one set of them.
-The result is compared with the module's own when the stage is made; if they differ, the module runs.
+The result is compared with the module's own when the stage is built; if they differ, the module runs.
+
+NOTE [BLAS threads]: numpy's OpenBLAS takes all cores for a product that it finds large, whatever torch.set_num_threads
+says. Products of this size are over before threads pay, and where another process or the trainer keeps a core busy,
+each of them waits for the scheduler: milliseconds instead of microseconds. (torch's own threads do the same.) The
+number of threads can only be set for the whole process, which is not ours to do while a trainer runs beside us. But
+OpenBLAS stays in the calling thread for up to `MAX_IN_THREAD` multiplications. So a larger product is done in blocks of
+outputs that are no larger than that: without threads, about as fast as one thread does it in one piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,9 +29,17 @@ from swath.keys import Key
 from swath.modules.stages import Plain
 
 InPlace = Callable[[np.ndarray], object]
+Operation = Callable[[], object]
+"""One call of a forward pass, bound to the arrays that it reads and writes."""
 
 MAX_MULTIPLICATIONS = 2_000_000
 """Per step, over all lanes. Beyond this, the arithmetic outweighs the dispatcher and torch's threads pay."""
+
+MAX_IN_THREAD = 262_144
+"""OpenBLAS's own limit, for all kinds of processors: 65,536 times its GEMM_MULTITHREAD_THRESHOLD, which is 4.
+
+Before version 0.3.27 (numpy 2 has a later one) the limit for one lane, a product with a vector, was 9,216.
+"""
 
 
 def _relu(x: np.ndarray) -> None:
@@ -76,31 +92,41 @@ def flatten(module: nn.Module) -> list[nn.Module] | None:
 
 
 class _Layer:
-    """A linear layer with its activation, on a private copy of the parameters."""
+    """A linear layer with its activations, on a private copy of the parameters."""
 
     def __init__(self, linear: nn.Linear, lanes: int) -> None:
-        self.linear = linear
+        self._linear = linear
         weight = linear.weight.detach().numpy()
         outputs, inputs = weight.shape  # not what the module says, if it was given another weight
-        self.weight = np.empty((inputs, outputs), weight.dtype)
-        self.bias = None if linear.bias is None else np.empty((lanes, outputs), weight.dtype)
-        self.out = np.empty((lanes, outputs), weight.dtype)
+        width = max(1, MAX_IN_THREAD // (lanes * inputs))
+        width = outputs if outputs <= width else width - width % 16 or width  # whole vectors are quicker
+        self._blocks = [slice(start, start + width) for start in range(0, outputs, width)]
+        self._weight = np.empty((inputs, outputs), weight.dtype)
+        self._bias = None if linear.bias is None else np.empty((lanes, outputs), weight.dtype)
         self.activations: list[InPlace] = []
+        self.out = np.empty((lanes, outputs), weight.dtype)
 
     def fetch(self) -> None:
         """Take the parameters as they are now. A bias is spread over the lanes: adding is then half the price."""
-        self.weight[:] = self.linear.weight.detach().numpy().T
-        if self.bias is not None:
-            self.bias[:] = self.linear.bias.detach().numpy()
+        self._weight[:] = self._linear.weight.detach().numpy().T
+        if self._bias is not None:
+            self._bias[:] = self._linear.bias.detach().numpy()
+
+    def operations(self, x: np.ndarray, out: np.ndarray) -> list[Operation]:
+        """What turns `x` `[n, in]` into `out` `[n, out]`; see NOTE [BLAS threads]."""
+        operations: list[Operation] = [partial(x.dot, self._weight, out)]
+        if len(self._blocks) > 1:
+            operations = [partial(np.matmul, x, self._weight[:, block], out[:, block]) for block in self._blocks]
+        if self._bias is not None:
+            operations.append(partial(np.add, out, self._bias[: len(out)], out))
+        return [*operations, *(partial(activation, out) for activation in self.activations)]
 
 
 class _NormalHead:
     """What a NormalParamExtractor does to the last layer's output: location, and softplus of the rest as scale."""
 
-    def __init__(self, extractor: NormalParamExtractor, source: np.ndarray, loc: np.ndarray, scale: np.ndarray) -> None:
+    def __init__(self, extractor: NormalParamExtractor, scale: np.ndarray) -> None:
         self._extractor = extractor
-        self._raw_loc, self._raw_scale = source[:, : loc.shape[1]], source[:, loc.shape[1] :]
-        self._loc, self._scale = loc, scale
         # Arrays instead of numbers: numpy handles them at half the price.
         self._shift, self._least, self._floor = (np.empty_like(scale) for _ in range(3))
         self._zero = np.zeros_like(scale)
@@ -113,43 +139,52 @@ class _NormalHead:
         self._floor[:] = self._extractor.scale_lb
         self._has_floor = self._extractor.scale_lb > float(mapping.min_val)
 
-    def run(self) -> None:
-        self._loc[:] = self._raw_loc
-        scale = self._scale
-        np.add(self._raw_scale, self._shift, scale)
-        np.logaddexp(scale, self._zero, scale)
-        np.add(scale, self._least, scale)
+    def operations(self, raw: np.ndarray, loc: np.ndarray, scale: np.ndarray) -> list[Operation]:
+        """What turns `raw` `[n, 2 * A]` into `loc` and `scale` `[n, A]`."""
+        n, size = loc.shape
+        return [
+            partial(np.copyto, loc, raw[:, :size]),
+            partial(np.add, raw[:, size:], self._shift[:n], scale),
+            partial(np.logaddexp, scale, self._zero[:n], scale),
+            partial(np.add, scale, self._least[:n], scale),
+            partial(self._limit, scale, self._floor[:n]),
+        ]
+
+    def _limit(self, scale: np.ndarray, floor: np.ndarray) -> None:
         if self._has_floor:
-            np.maximum(scale, self._floor, out=scale)
+            np.maximum(scale, floor, out=scale)
 
 
 class MLPStage(Plain):
     """Linear layers and activations, possibly with a NormalParamExtractor at the end."""
 
-    def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        source: np.ndarray,
-        outputs: Rows,
-        out_keys: Sequence[Key],
-    ) -> None:
+    def __init__(self, layers: Sequence[nn.Module], source: np.ndarray, outputs: Rows, out_keys: Sequence[Key]) -> None:
         """Run `layers` on `source` `[N, in]`; results go to `outputs`. Use `mlp_stage`, which checks that it fits."""
         self._source = source
+        self._targets = [outputs.arrays[key] for key in out_keys]
         self._layers: list[_Layer] = []
-        self._head: _NormalHead | None = None
-        targets = [outputs.arrays[key] for key in out_keys]
         for module in layers:
             if isinstance(module, nn.Linear):
                 self._layers.append(_Layer(module, len(source)))
             elif (activation := activation_of(module)) is not None:
                 self._layers[-1].activations.append(activation)
         last = layers[-1]
-        if isinstance(last, NormalParamExtractor):
-            raw = self._layers[-1].out if self._layers else source
-            self._head = _NormalHead(last, raw, *targets)
-        else:
-            self._layers[-1].out = targets[0]  # the last layer writes straight into the row
+        self._head = _NormalHead(last, self._targets[1]) if isinstance(last, NormalParamExtractor) else None
+        self._operations = self._bind(source, self._targets)
+        self._some = [np.empty_like(array) for array in (source, *self._targets)]
+        """Where the rows of some lanes are gathered before they are run."""
+        self._operations_on: dict[int, list[Operation]] = {}
         self.begin(0, None)
+
+    def _bind(self, x: np.ndarray, targets: list[np.ndarray]) -> list[Operation]:
+        """The forward pass from `x` to `targets`; the last layer writes straight into its target."""
+        operations: list[Operation] = []
+        for layer in self._layers:
+            is_last = layer is self._layers[-1] and self._head is None
+            out = targets[0] if is_last else layer.out[: len(x)]
+            operations += layer.operations(x, out)
+            x = out
+        return operations if self._head is None else operations + self._head.operations(x, *targets)
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Fetch the parameters."""
@@ -160,17 +195,20 @@ class MLPStage(Plain):
 
     def run(self, t: int) -> None:
         """The forward pass."""
-        x = self._source
-        for layer in self._layers:
-            out = layer.out
-            x.dot(layer.weight, out)
-            if layer.bias is not None:
-                np.add(out, layer.bias, out)
-            for activation in layer.activations:
-                activation(out)
-            x = out
-        if self._head is not None:
-            self._head.run()
+        for operation in self._operations:
+            operation()
+
+    def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
+        """The forward pass for some lanes."""
+        n = len(lanes)
+        source, *targets = (array[:n] for array in self._some)
+        if n not in self._operations_on:
+            self._operations_on[n] = self._bind(source, targets)
+        source[:] = self._source[lanes]
+        for operation in self._operations_on[n]:
+            operation()
+        for target, result in zip(self._targets, targets, strict=True):
+            target[lanes] = result
 
 
 def mlp_stage(module: nn.Module, source: np.ndarray, outputs: Rows, out_keys: Sequence[Key]) -> MLPStage | None:
@@ -187,6 +225,8 @@ def mlp_stage(module: nn.Module, source: np.ndarray, outputs: Rows, out_keys: Se
         return None
     if len(source) * sum(linear.weight.numel() for linear in linears) > MAX_MULTIPLICATIONS:
         return None
+    if len(source) * max((linear.weight.shape[1] for linear in linears), default=0) > MAX_IN_THREAD:
+        return None  # not even one output could be computed without threads
     stage = MLPStage(layers, source, outputs, out_keys)
     return stage if _agrees(stage, module, source, targets) else None
 
@@ -201,7 +241,7 @@ def _is_known(layers: list[nn.Module]) -> bool:
 
 
 def _fit_rows(width: int, count: int, source: np.ndarray, targets: list[np.ndarray]) -> bool:
-    """Whether vectors of `width` numbers, made from `source`, fill `count` targets of its floating type."""
+    """Whether vectors of `width` numbers, computed from `source`, fill `count` targets of its floating type."""
     return (
         source.ndim == 2
         and source.dtype.kind == "f"

@@ -36,8 +36,11 @@ def parts_of(policy: Any) -> list[Any] | None:
     if type(policy) not in SEQUENCES:
         return None
     modules = _modules_of(policy)
-    if type(policy) is ProbabilisticTensorDictSequential and not _runs_its_own(policy, modules):
-        return None
+    if type(policy) is ProbabilisticTensorDictSequential and not policy.return_composite:
+        # It calls the modules that it was given first: it keeps all but the last a second time.
+        kept = policy.det_part
+        if kept is not None and not _same(_modules_of(kept), modules[:-1]):
+            return None
     parts: list[Any] = []
     for module in modules:
         inner = parts_of(module)
@@ -50,12 +53,6 @@ def parts_of(policy: Any) -> list[Any] | None:
 def _modules_of(sequence: Any) -> list[Any]:
     held = sequence.module
     return list(held.values() if isinstance(held, nn.ModuleDict) else held)
-
-
-def _runs_its_own(sequence: ProbabilisticTensorDictSequential, modules: list[Any]) -> bool:
-    """Whether it calls the modules that it shows: it keeps all but the last a second time, from when it was made."""
-    kept = sequence.det_part
-    return sequence.return_composite or kept is None or _same(_modules_of(kept), modules[:-1])
 
 
 def _same(some: list[Any], others: list[Any]) -> bool:
@@ -100,7 +97,7 @@ class Watch:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Watch the calls that are made inside."""
+        """Watch the calls inside."""
         handles = [
             # Before the user's hooks, which may take away what the part has written.
             part.register_forward_hook(self._see, prepend=True, with_kwargs=True)
@@ -121,7 +118,9 @@ class Watch:
             elif value is not None:
                 leaves[key] = value
         for key, leaf in leaves.items():
-            self._is_ordinary &= _can_be_held(leaf) and _alike(leaf, self.written.get(key, leaf))
+            can_be_held = isinstance(leaf, Tensor) and leaf.dtype is not torch.bfloat16  # which numpy does not have
+            before = self.written.get(key, leaf)
+            self._is_ordinary &= can_be_held and (leaf.shape, leaf.dtype) == (before.shape, before.dtype)
         for key in self.written.keys() - leaves.keys():  # what others wrote before, and this part does not declare
             self._is_ordinary &= answer.get(key, None) is self.written[key]
         # A sequence whose earlier parts write the sample tells its last one not to draw another.
@@ -135,12 +134,3 @@ class Watch:
         if self._parts is None or not self._is_ordinary or not _same(self._called, self._parts):
             return None
         return self._writes if set(visible) <= set(self.written) else None
-
-
-def _can_be_held(value: Any) -> bool:
-    """Whether rows can hold `value` as it is; numpy has no bfloat16."""
-    return isinstance(value, Tensor) and value.dtype is not torch.bfloat16
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as nn_module
 
 from swath.envs.rows import Rows
@@ -55,12 +55,11 @@ class Planner:
             return Plan([RandomStage(policy.codec, self._outputs)])
         parts = self._parts(policy)
         if parts is None:
-            whole = TensorDictStage(policy, self._present.tensors, {}, self._outputs, self._visible, self._device)
-            return Plan([whole])
-        plan, made = Plan(), dict[Key, Tensor]()
+            return Plan([TensorDictStage(policy, self._present, (), self._outputs, self._visible, self._device)])
+        plan, written = Plan(), list[Key]()
         for index, (part, writes) in enumerate(parts):
-            plan.stages.append(self._stage(part, writes, made, parts[index + 1 :], plan))
-            made = made | {key: self._outputs.tensors[key] for key in writes.leaves}
+            plan.stages.append(self._stage(part, writes, written, parts[index + 1 :], plan))
+            written = [*written, *writes.leaves]
         return plan
 
     def _parts(self, policy: Any) -> list[tuple[Any, Writes]] | None:
@@ -69,17 +68,18 @@ class Planner:
         if parts is None or self._writes is None or is_altered(policy):
             return None
         if [declared_by(part) for part in parts] != [writes.declared for writes in self._writes]:
-            return None  # it is not made as it was when it was probed
+            return None  # its parts are not those that were probed
         if acting_type() is None and sum(isinstance(p, ProbabilisticTensorDictModule) for p in parts) > 1:
             return None  # which of their defaults counts is the sequence's business
         return list(zip(parts, self._writes, strict=True))
 
     def _stage(
-        self, part: Any, writes: Writes, made: dict[Key, Tensor], later: Sequence[tuple[Any, Writes]], plan: Plan
+        self, part: Any, writes: Writes, written: list[Key], later: Sequence[tuple[Any, Writes]], plan: Plan
     ) -> Stage:
-        """The quickest stage that does what `part` does, after others have `made` something, and before the `later`."""
-        known = {**self._present.tensors, **made}
-        arrays = {**self._present.arrays, **{k: self._outputs.arrays[k] for k in made if k in self._outputs.arrays}}
+        """The quickest stage that does what `part` does, after others have `written`, and before the `later`."""
+        outputs = self._outputs
+        known = {**self._present.tensors, **{key: outputs.tensors[key] for key in written}}
+        arrays = {**self._present.arrays, **{key: outputs.arrays[key] for key in written if key in outputs.arrays}}
         in_keys = [as_key(key) for key in part.in_keys]
         if type(part) is ProbabilisticTensorDictModule and self._fast and self._may_finish_late(part, later):
             sampling = sampling_stage(part, arrays, self._outputs.arrays, acting_type())
@@ -89,7 +89,7 @@ class Planner:
         if type(part) is TensorDictModule and writes.are_tensors and all(key in known for key in in_keys):
             quick = self._quick(part, in_keys, arrays)
             return quick or TorchStage(part, [known[key] for key in in_keys], self._outputs, self._away)
-        return TensorDictStage(part, self._present.tensors, made, self._outputs, writes.leaves, self._device)
+        return TensorDictStage(part, self._present, written, self._outputs, writes.leaves, self._device)
 
     def _quick(self, part: TensorDictModule, in_keys: list[Key], arrays: dict[Key, np.ndarray]) -> Stage | None:
         """The array form of a small network."""
@@ -123,13 +123,13 @@ def signature_of(policy: Any) -> tuple[Any, ...]:
     if not isinstance(policy, nn.Module):
         return (acting_type(),)
     modules = tuple(policy.modules())  # themselves, not their ids: these may be given to others later
-    made = (weight for weight in policy.parameters() if not nn.parameter.is_lazy(weight))
-    weights = tuple((weight.shape, weight.dtype, weight.device) for weight in made)
+    known = (weight for weight in policy.parameters() if not nn.parameter.is_lazy(weight))
+    weights = tuple((weight.shape, weight.dtype, weight.device) for weight in known)
     return (acting_type(), is_altered(policy), modules, weights, tuple(map(_settings_of, modules)))
 
 
 def _settings_of(module: nn.Module) -> tuple[Any, ...]:
-    """What may be set on a module after it was made, and changes what it does."""
+    """What may be set on a module at any time, and changes what it does."""
     if isinstance(module, ProbabilisticTensorDictModule):
         kwargs = module.distribution_kwargs
         names = () if kwargs is None else tuple(kwargs.keys())

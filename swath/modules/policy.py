@@ -1,7 +1,7 @@
 """Policies: whatever the user gives becomes a plan over rows.
 
 `PolicyRunner` finds out once what a policy reads and writes, and makes a plan: a list of stages that call the inner
-modules directly. The plan is made anew whenever the policy's structure, its hooks or the exploration type have changed
+modules directly. There is a new plan whenever the policy's structure, its hooks or the exploration type have changed
 since the last slot. Only what cannot be understood gets a TensorDict.
 
 NOTE [Recurrent state]: keys that a policy both reads and writes are its state, either under the same key or, as
@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
@@ -27,7 +28,7 @@ from swath.keys import Key, as_path, is_private
 from swath.modules.plan import Plan, Planner, signature_of
 from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
-from swath.modules.stages import EchoStage, RandomStage, Stage
+from swath.modules.stages import EchoStage, Filled, RandomStage, Stage
 
 
 def as_policy(policy: Any, env: EnvBase) -> Any:
@@ -72,12 +73,9 @@ def _arguments(policy: Callable[..., Any], env: EnvBase) -> list[Key] | None:
         return [names[p.name] for p in required]
     if len(required) == len(keys) and not any(p.name in last for p in required):
         return keys  # in the env's order; with some names right, the others would be a guess
-    raise PolicyError(_mismatch(policy, [p.name for p in required], ["/".join(as_path(key)) for key in keys]))
-
-
-def _mismatch(policy: Any, arguments: list[str], observations: list[str]) -> str:
-    factory = "" if arguments else " If it makes a policy, pass it as policy_factory."
-    return (
+    arguments, observations = [p.name for p in required], ["/".join(as_path(key)) for key in keys]
+    factory = "" if required else " If it makes a policy, pass it as policy_factory."
+    raise PolicyError(
         f"The policy {policy!r} takes {len(arguments)} arguments ({', '.join(arguments) or 'none'}), which cannot be "
         f"matched to the env's observations ({', '.join(observations)}). Name its arguments like the observations, let "
         "it take one argument called 'tensordict', or wrap it: TensorDictModule(policy, in_keys=[...], "
@@ -128,7 +126,7 @@ class PolicyRunner:
         """What the batch holds of the outputs."""
         self._planner = Planner(probe, present, self.outputs, device, fast, opaque)
         self._plan = Plan()
-        self._signature: Any = None
+        self._signature: tuple[Any, ...] | None = None
         states = [read for read, _ in self.state]
         given = [key for key in self.outputs.tensors if key in present.tensors and key not in states]
         self._random: list[Stage] = [RandomStage(env.actions, self.outputs), EchoStage(present, self.outputs, given)]
@@ -173,7 +171,31 @@ class PolicyRunner:
             annotate(error, f"Raised by the policy in step {t} of a batch.")
             raise
 
-    def finish(self, columns: Mapping[Key, Tensor], steps: int) -> None:
-        """Fill in the columns that were left for the end of the slot."""
+    def act_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
+        """Write what the policy does for lane `lanes[i]`, in its step `times[i]`, into these rows of `outputs`.
+
+        For a policy that treats each row by itself, this gives what `act` gives for all rows; see NOTE [Some lanes].
+        """
+        if len(lanes) == self.outputs.lanes and (times == times[0]).all():
+            self.act(int(times[0]))
+            return
+        try:
+            for stage in self._active:
+                stage.run_on(lanes, times)
+        except Exception as error:
+            annotate(error, f"Raised by the policy in steps {times.tolist()} of the lanes {lanes.tolist()} of a batch.")
+            raise
+
+    def finish(self, columns: Mapping[Key, Tensor], steps: int | np.ndarray) -> None:
+        """Fill in the columns `[N, T, ...]` that were left for the end of the slot.
+
+        `steps` says how many steps are valid, in all lanes or in each of them. What lies behind is left alone.
+        """
+        filled: Filled
+        if isinstance(steps, int):
+            filled = (slice(None), slice(steps))
+        else:
+            length = next(iter(columns.values())).shape[1]
+            filled = torch.arange(length) < torch.from_numpy(steps)[:, None]
         for stage in self._active:
-            stage.finish(columns, steps)
+            stage.finish(columns, filled)

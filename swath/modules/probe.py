@@ -63,16 +63,13 @@ class Probe:
                 self._present.add(key, self._zeros((1,), torch.bool))
             elif not overlap([key], [*known, *out_keys]) and not getattr(self._policy, "partial_tolerant", False):
                 # What holds others that it writes, as the parameters of a composite distribution do, comes from it.
-                raise PolicyError(self._unknown(key))
+                names = [_name(k) for k in known]
+                raise PolicyError(
+                    f"The policy reads {_name(key)!r}, but the env {self._env!r} offers only {', '.join(names)}."
+                    f"{suggestion(_name(key), names)} Correct the policy's in_keys; a key that it both reads and "
+                    "writes is taken for recurrent state."
+                )
         return pairs
-
-    def _unknown(self, key: Key) -> str:
-        names = [_name(k) for k in self._present.tensors]
-        return (
-            f"The policy reads {_name(key)!r}, but the env {self._env!r} offers only {', '.join(names)}."
-            f"{suggestion(_name(key), names)} Correct the policy's in_keys; a key that it both reads and writes is "
-            "taken for recurrent state."
-        )
 
     # -- recurrent state ---------------------------------------------------------------------------------------
 
@@ -104,11 +101,11 @@ class Probe:
 
     def _candidates(self, missing: list[Key]) -> Iterator[dict[Key, tuple[int, ...]]]:
         """Guesses: what the policy says itself, then the sizes of its recurrent and linear layers."""
-        told = getattr(self._policy, "state_shapes", None)
-        if told is not None:
-            if unsaid := [key for key in missing if key not in told]:
-                raise PolicyError(f"policy.state_shapes has {list(told)}, but not the recurrent state {unsaid}.")
-            yield {key: tuple(told[key]) for key in missing}
+        given = getattr(self._policy, "state_shapes", None)
+        if given is not None:
+            if absent := [key for key in missing if key not in given]:
+                raise PolicyError(f"policy.state_shapes has {list(given)}, but not the recurrent state {absent}.")
+            yield {key: tuple(given[key]) for key in missing}
             return
         modules = list(self._policy.modules()) if isinstance(self._policy, nn.Module) else []
         guesses: dict[tuple[int, ...], None] = {}

@@ -2,13 +2,15 @@
 
 Constructing a `torch.distributions` object costs more than a small network. For the families known here the noise of
 a whole slot is drawn at once from torch's generator (so that `torch.manual_seed` decides the run), a step only combines
-it with the parameters, and the log-probabilities are computed for the whole slot after its last step.
+it with the parameters, and the log-probabilities are computed for the whole slot after its last step. numpy does that
+for discrete actions: torch takes its threads for a logarithm of two thousand numbers, and waits for them where other
+processes keep the cores busy, as NOTE [BLAS threads] tells.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,147 +22,165 @@ from torch import Tensor
 from torch import distributions as D
 
 from swath.keys import Key, as_key
-from swath.modules.stages import Plain
+from swath.modules.stages import Filled, Plain
 from swath.modules.tanh_normal import EDGE, TanhNormal, squashed_log_prob, unsquash
 
 
-class CategoricalStage:
+class SamplingStage(Plain):
+    """Writes an action for the parameters that other stages have written."""
+
+    def __init__(self, module: ProbabilisticTensorDictModule, rows: dict[Key, np.ndarray], greedy: bool) -> None:
+        """Sample as `module` does, or take the most likely; `rows` are the parameters and, last, the action."""
+        self._module = module
+        self._keys = tuple(rows)
+        *self._params, self._action = rows.values()
+        self._greedy = greedy
+        self._noise: np.ndarray | None = None  # [T, N, ...]
+        self._log_prob = as_key(module.log_prob_key) if module.return_log_prob else None
+        self.late = () if self._log_prob is None else (self._log_prob,)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can sample into such rows: here, whether parameters and action are alike."""
+        return len({(array.shape, array.dtype) for array in (*self._params, self._action)}) == 1
+
+    def run(self, t: int) -> None:
+        """Act."""
+        self._act(self._params, None if self._noise is None else self._noise[t], self._action)
+
+    def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
+        """Act for some lanes."""
+        action = self._action[lanes]
+        noise = None if self._noise is None else self._noise[times, lanes]
+        self._act([array[lanes] for array in self._params], noise, action)
+        self._action[lanes] = action
+
+    def _act(self, params: list[np.ndarray], noise: np.ndarray | None, action: np.ndarray) -> None:
+        """Write what is chosen for `params` into `action`; the most likely if there is no noise."""
+        raise NotImplementedError
+
+
+class CategoricalStage(SamplingStage):
     """Categorical and one-hot: the largest of the logits plus Gumbel noise."""
 
-    def __init__(
-        self, rows: Mapping[Key, np.ndarray], keys: tuple[Key, Key, Key | None], greedy: bool, ties: bool = False
-    ) -> None:
-        """Sample from `keys` = (logits, action, log-prob); greedy `ties` set all of the largest, not the first."""
-        logits, action, log_prob = keys
-        self.late = _late(log_prob)
-        self._logits, self._action = rows[logits], rows[action]
-        self._keys = keys
-        self._greedy = greedy
-        self._ties = ties and greedy
-        self._scores = np.empty_like(self._logits)
-        lanes, choices = self._logits.shape
-        self._one_hot = np.eye(choices, dtype=self._action.dtype) if self._action.ndim == 2 else None
-        self._choice = np.empty(lanes, np.int64) if self._one_hot is not None else self._action
+    def __init__(self, module: ProbabilisticTensorDictModule, rows: dict[Key, np.ndarray], greedy: bool) -> None:
+        """Sample from logits; tensordict's one-hot, if greedy, sets all of the largest, and not the first alone."""
+        super().__init__(module, rows, greedy)
+        self._ties = greedy and module.distribution_class is OneHotCategorical
+        self._shape = self._params[0].shape
+        self._one_hot = np.eye(self._shape[-1], dtype=self._action.dtype) if self._action.ndim == 2 else None
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is something to choose from, and the action has the shape of a choice."""
+        shape = self._shape[:1] if self._module.distribution_class is D.Categorical else self._shape
+        return len(self._shape) == 2 and self._shape[1] >= 2 and self._action.shape == shape
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Draw the noise of all steps."""
         if not self._greedy:
-            noise = torch.empty(steps, *self._logits.shape, dtype=torch.float32).exponential_(generator=generator)
-            self._noise = noise.log_().neg_().numpy()  # [T, N, choices]
+            noise = torch.empty(steps, *self._shape, dtype=torch.float32).exponential_(generator=generator)
+            with np.errstate(divide="ignore"):
+                self._noise = -np.log(noise.numpy())
 
-    def run(self, t: int) -> None:
-        """Choose."""
-        scores = self._logits
+    def _act(self, params: list[np.ndarray], noise: np.ndarray | None, action: np.ndarray) -> None:
+        scores = params[0]
         if self._ties:
-            np.equal(scores, scores.max(1, keepdims=True), self._action)
+            np.equal(scores, scores.max(1, keepdims=True), action)
             return
-        if not self._greedy:
-            scores = np.add(scores, self._noise[t], self._scores)
-        scores.argmax(1, self._choice)
-        if self._one_hot is not None:
-            self._one_hot.take(self._choice, 0, self._action)
+        if noise is not None:
+            scores = scores + noise
+        if self._one_hot is None:
+            scores.argmax(1, action)
+        else:
+            self._one_hot.take(scores.argmax(1), 0, action)
 
-    def finish(self, columns: Mapping[Key, Tensor], steps: int) -> None:
+    def finish(self, columns: Mapping[Key, Tensor], filled: Filled) -> None:
         """Check the logits and compute the log-probabilities of the choices."""
-        logits_key, action_key, log_prob_key = self._keys
-        logits = columns[logits_key][:, :steps]
+        logits, choice = (columns[key][filled].numpy() for key in self._keys)
+        top = logits.max(-1)
         # Of a row without any finite logit, or with an infinite one, there are no probabilities either.
-        _must_hold(logits.amax(-1).isfinite(), logits_key, "Categorical")
-        if log_prob_key is not None:
-            choice = columns[action_key][:, :steps]
-            if self._one_hot is not None:
-                choice = choice.argmax(-1)
-            picked = logits.log_softmax(-1).gather(-1, choice.unsqueeze(-1)).squeeze(-1)
-            columns[log_prob_key][:, :steps] = picked
+        _must_hold(np.isfinite(top), self._keys[0], "Categorical")
+        if self._log_prob is not None:
+            choice = choice if self._one_hot is None else choice.argmax(-1)
+            picked = np.take_along_axis(logits, choice[..., None], -1)[..., 0]
+            total = np.log(np.exp(logits - top[..., None]).sum(-1))
+            columns[self._log_prob][filled] = torch.from_numpy(picked - top - total)
 
 
-class NormalStage:
+class NormalStage(SamplingStage):
     """Normal and tanh-normal: location plus scale times noise, squashed or not."""
 
-    def __init__(
-        self,
-        rows: Mapping[Key, np.ndarray],
-        keys: tuple[Key, Key, Key, Key | None],
-        interval: Callable[[], tuple[Tensor, Tensor]] | None,
-        greedy: bool,
-    ) -> None:
-        """Sample from `keys` = (loc, scale, action, log-prob); `interval` tells between which ends to squash, if so.
+    def __init__(self, module: ProbabilisticTensorDictModule, rows: dict[Key, np.ndarray], greedy: bool) -> None:
+        """Sample from location and scale.
 
         A squashed log-prob is one number per lane: there, the last dimension is one event.
         """
-        loc, scale, action, log_prob = keys
-        self.late = _late(log_prob)
-        self._loc, self._scale, self._action = rows[loc], rows[scale], rows[action]
-        self._keys = keys
-        self._greedy = greedy
-        self._interval = interval
-        self._half, self._middle = np.empty_like(self._action), np.empty_like(self._action)
-        self._edge, self._other_edge = np.full_like(self._action, EDGE), np.full_like(self._action, -EDGE)
+        super().__init__(module, rows, greedy)
+        self._is_squashed = module.distribution_class is not D.Normal
+        action = self._action
+        self._half, self._middle = np.empty_like(action), np.empty_like(action)
+        self._params += [np.full_like(action, EDGE), np.full_like(action, -EDGE), self._half, self._middle]
+
+    @property
+    def fits(self) -> bool:
+        """Whether all are alike and, if they are squashed, have events."""
+        return super().fits and (not self._is_squashed or self._action.ndim > 1)
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Draw the noise of all steps."""
-        if self._interval is not None:
-            self._ends = self._interval()
+        if self._is_squashed:
+            self._ends = _interval(self._module.distribution_kwargs)
             low, high = (end.numpy() for end in self._ends)
             self._half[:] = (high - low) / 2
             self._middle[:] = (high + low) / 2
         if not self._greedy:
-            self._noise = torch.randn(steps, *self._loc.shape, generator=generator).numpy()  # [T, N, A]
+            self._noise = torch.randn(steps, *self._action.shape, generator=generator).numpy()
 
-    def run(self, t: int) -> None:
-        """Act."""
-        action = self._action
-        if self._greedy:
-            action[:] = self._loc
+    def _act(self, params: list[np.ndarray], noise: np.ndarray | None, action: np.ndarray) -> None:
+        loc, scale, edge, other_edge, half, middle = params
+        if noise is None:
+            action[:] = loc
         else:
-            np.multiply(self._scale, self._noise[t], action)
-            np.add(action, self._loc, action)
-        if self._interval is not None:
+            np.multiply(scale, noise, action)
+            np.add(action, loc, action)
+        if self._is_squashed:
             np.tanh(action, action)
-            np.minimum(action, self._edge, out=action)
-            np.maximum(action, self._other_edge, out=action)
-            np.multiply(action, self._half, action)
-            np.add(action, self._middle, action)
+            np.minimum(action, edge, out=action)
+            np.maximum(action, other_edge, out=action)
+            np.multiply(action, half, action)
+            np.add(action, middle, action)
 
-    def finish(self, columns: Mapping[Key, Tensor], steps: int) -> None:
+    def finish(self, columns: Mapping[Key, Tensor], filled: Filled) -> None:
         """Check the parameters and compute the log-probabilities of the actions."""
-        loc, scale = (columns[key][:, :steps] for key in self._keys[:2])
+        loc, scale, action = (columns[key][filled] for key in self._keys)
         _must_hold(~loc.isnan(), self._keys[0], "Normal")
         _must_hold(scale > 0, self._keys[1], "Normal")
-        log_prob_key = self._keys[3]
-        if log_prob_key is None:
+        if self._log_prob is None:
             return
-        action = columns[self._keys[2]][:, :steps]
-        if self._interval is None:
+        if not self._is_squashed:
             log_prob = -0.5 * ((action - loc) / scale).square() - scale.log() - 0.5 * math.log(2 * math.pi)
         else:
             log_prob = squashed_log_prob(unsquash(action, *self._ends), loc, scale, *self._ends).sum(-1)
-        columns[log_prob_key][:, :steps] = log_prob
+        columns[self._log_prob][filled] = log_prob
 
 
-class DeltaStage(Plain):
+class DeltaStage(SamplingStage):
     """Delta: the parameter itself."""
 
-    def __init__(self, rows: Mapping[Key, np.ndarray], keys: tuple[Key, Key, Key | None]) -> None:
-        """Act by `keys` = (param, action, log-prob)."""
-        param, action, log_prob = keys
-        self.late = _late(log_prob)
-        self._param, self._action = rows[param], rows[action]
-        self._keys = keys
+    @property
+    def fits(self) -> bool:
+        """Whether all are alike and have events."""
+        return super().fits and self._action.ndim > 1
 
-    def run(self, t: int) -> None:
-        """Act."""
-        self._action[:] = self._param
+    def _act(self, params: list[np.ndarray], noise: np.ndarray | None, action: np.ndarray) -> None:
+        action[:] = params[0]
 
-    def finish(self, columns: Mapping[Key, Tensor], steps: int) -> None:
+    def finish(self, columns: Mapping[Key, Tensor], filled: Filled) -> None:
         """All of the density is where the action is; nothing is near a parameter that is not finite."""
-        param, _, log_prob = self._keys
-        if log_prob is not None:
-            is_there = columns[param][:, :steps].isfinite().all(-1)
-            columns[log_prob][:, :steps] = torch.where(is_there, math.inf, -math.inf)
-
-
-SamplingStage = CategoricalStage | NormalStage | DeltaStage
+        if self._log_prob is not None:
+            is_there = columns[self._keys[0]][filled].isfinite().all(-1)
+            columns[self._log_prob][filled] = torch.where(is_there, math.inf, -math.inf)
 
 
 def sampling_stage(
@@ -174,56 +194,32 @@ def sampling_stage(
     exploration = exploration or module.default_interaction_type
     if family is None or exploration not in (InteractionType.RANDOM, *family.greedy) or not _is_plain(module):
         return None
-    if not _kwargs(module) <= family.kwargs:
+    # What the distribution gets beside its parameters; it may be held in a TensorDict.
+    kwargs = {} if module.distribution_kwargs is None else module.distribution_kwargs
+    if not set(kwargs.keys()) <= family.kwargs:
         return None
-    names = {_name(name): as_key(key) for name, key in zip(module.dist_keys, module.in_keys, strict=True)}
-    if set(names) != set(family.params):
+    names = [name if isinstance(name, str) else str(name[-1]) for name in module.dist_keys]
+    named = dict(zip(names, map(as_key, module.in_keys), strict=True))
+    if set(named) != set(family.params):
         return None
-    params, action = [names[name] for name in family.params], as_key(module.dist_sample_keys[0])
+    params, action = [named[name] for name in family.params], as_key(module.dist_sample_keys[0])
     if action not in writes or any(key not in reads or reads[key].dtype != np.float32 for key in params):
         return None
+    if action in params:
+        return None  # the log-probability, computed later, would not find the parameter
     rows = {**{key: reads[key] for key in params}, action: writes[action]}
-    log_prob = as_key(module.log_prob_key) if module.return_log_prob else None
-    return family.make(module, rows, (*params, action, log_prob), exploration is not InteractionType.RANDOM)
-
-
-def _make_categorical(
-    module: ProbabilisticTensorDictModule, rows: Mapping[Key, np.ndarray], keys: Any, greedy: bool
-) -> CategoricalStage | None:
-    logits, action = rows[keys[0]], rows[keys[1]]
-    if logits.ndim != 2 or logits.shape[1] < 2:
-        return None
-    kind = module.distribution_class
-    expected = logits.shape[:1] if kind is D.Categorical else logits.shape
-    ties = kind is OneHotCategorical
-    return CategoricalStage(rows, keys, greedy, ties) if action.shape == expected else None
-
-
-def _make_normal(
-    module: ProbabilisticTensorDictModule, rows: Mapping[Key, np.ndarray], keys: Any, greedy: bool
-) -> NormalStage | None:
-    if not _alike(rows):
-        return None
-    if module.distribution_class is D.Normal:
-        return NormalStage(rows, keys, None, greedy)
-    has_events = rows[keys[2]].ndim > 1
-    return NormalStage(rows, keys, lambda: _interval(module.distribution_kwargs), greedy) if has_events else None
-
-
-def _make_delta(
-    module: ProbabilisticTensorDictModule, rows: Mapping[Key, np.ndarray], keys: Any, greedy: bool
-) -> DeltaStage | None:
-    return DeltaStage(rows, keys) if _alike(rows) and rows[keys[0]].ndim > 1 else None
+    stage = family.stage(module, rows, exploration is not InteractionType.RANDOM)
+    return stage if stage.fits else None
 
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of distribution: its parameters, and how its stage is made."""
+    """A kind of distribution: its parameters, and what samples from it."""
 
     params: tuple[str, ...]
     greedy: tuple[InteractionType, ...]
     """The exploration types that take the most likely value, or what stands for it."""
-    make: Callable[..., SamplingStage | None]
+    stage: type[SamplingStage]
     kwargs: frozenset[str] = frozenset()
     """What it may be given beside its parameters."""
 
@@ -232,12 +228,12 @@ MODE, MEAN, MEDIAN = InteractionType.MODE, InteractionType.MEAN, InteractionType
 DETERMINISTIC = InteractionType.DETERMINISTIC
 
 FAMILIES: dict[Any, Family] = {
-    D.Categorical: Family(("logits",), (MODE, DETERMINISTIC), _make_categorical),
-    D.OneHotCategorical: Family(("logits",), (MODE, DETERMINISTIC), _make_categorical),
-    OneHotCategorical: Family(("logits",), (MODE, DETERMINISTIC), _make_categorical),
-    D.Normal: Family(("loc", "scale"), (MODE, MEAN, DETERMINISTIC), _make_normal),
-    TanhNormal: Family(("loc", "scale"), (MODE, MEDIAN, DETERMINISTIC), _make_normal, frozenset({"low", "high"})),
-    Delta: Family(("param",), (MODE, MEAN, DETERMINISTIC), _make_delta),
+    D.Categorical: Family(("logits",), (MODE, DETERMINISTIC), CategoricalStage),
+    D.OneHotCategorical: Family(("logits",), (MODE, DETERMINISTIC), CategoricalStage),
+    OneHotCategorical: Family(("logits",), (MODE, DETERMINISTIC), CategoricalStage),
+    D.Normal: Family(("loc", "scale"), (MODE, MEAN, DETERMINISTIC), NormalStage),
+    TanhNormal: Family(("loc", "scale"), (MODE, MEDIAN, DETERMINISTIC), NormalStage, frozenset({"low", "high"})),
+    Delta: Family(("param",), (MODE, MEAN, DETERMINISTIC), DeltaStage),
 }
 
 
@@ -258,11 +254,6 @@ def _interval(kwargs: Any) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def _kwargs(module: ProbabilisticTensorDictModule) -> set[str]:
-    """The names of the arguments that the distribution gets beside its parameters; they may be held in a TensorDict."""
-    return set() if module.distribution_kwargs is None else set(module.distribution_kwargs.keys())
-
-
 def _is_plain(module: ProbabilisticTensorDictModule) -> bool:
     """Whether `module` draws one sample of one entry from torch's own generator."""
     return (
@@ -274,19 +265,7 @@ def _is_plain(module: ProbabilisticTensorDictModule) -> bool:
     )
 
 
-def _alike(rows: Mapping[Key, np.ndarray]) -> bool:
-    return len({(row.shape, row.dtype) for row in rows.values()}) == 1
-
-
-def _name(dist_key: Any) -> str:
-    return dist_key if isinstance(dist_key, str) else str(dist_key[-1])
-
-
-def _late(log_prob: Key | None) -> tuple[Key, ...]:
-    return () if log_prob is None else (log_prob,)
-
-
-def _must_hold(condition: Tensor, key: Key, family: str) -> None:
+def _must_hold(condition: Tensor | np.ndarray, key: Key, family: str) -> None:
     """A policy that has diverged must not go on sampling: torch.distributions raises here too."""
     if not bool(condition.all()):
         raise ValueError(

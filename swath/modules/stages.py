@@ -2,13 +2,19 @@
 
 A stage is bound to rows once. `begin` is called before each slot and may draw or fetch what all its steps need, `run`
 is called every step, and `finish` may compute, for the whole slot at once, what no step needs.
+
+NOTE [Some lanes]: lanes need not act together. `run_on` does for some of them what `run` does for all: it reads and
+writes their rows alone, each lane at a time index of its own. What is drawn for a slot belongs to a lane and a time
+index, so the same seed gives the same actions however the lanes were grouped. Only modules that draw by themselves, in
+the order in which they are called, cannot keep that promise, nor those whose rows depend on each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
@@ -18,7 +24,10 @@ from swath.envs.rows import Rows
 from swath.envs.spaces import ActionCodec
 from swath.errors import PolicyError
 from swath.keys import Key, as_key, as_path, is_private, nest
-from swath.modules.exploration import told_to_modules
+from swath.modules.exploration import exploring_in_modules
+
+Filled = tuple[slice, slice] | Tensor
+"""Which steps `[N, T]` of a slot are valid, as an index for its columns: all lanes up to one step, or a mask."""
 
 
 class Stage(Protocol):
@@ -28,10 +37,13 @@ class Stage(Protocol):
         """Make ready for `steps` steps."""
 
     def run(self, t: int) -> None:
-        """Do the work of step `t`."""
+        """Do the work of step `t`, for all lanes."""
 
-    def finish(self, columns: Mapping[Key, Tensor], steps: int) -> None:
-        """Fill the stage's late entries, given all columns `[N, T, ...]` of which `steps` steps are valid."""
+    def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
+        """Do the work of step `times[i]` for lane `lanes[i]`, for all `i`; see NOTE [Some lanes]."""
+
+    def finish(self, columns: Mapping[Key, Tensor], filled: Filled) -> None:
+        """Fill the stage's late entries, given all columns `[N, T, ...]`, where they are valid."""
 
 
 class Plain:
@@ -40,7 +52,7 @@ class Plain:
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Nothing to make ready."""
 
-    def finish(self, columns: Mapping[Key, Tensor], steps: int) -> None:
+    def finish(self, columns: Mapping[Key, Tensor], filled: Filled) -> None:
         """Nothing is late."""
 
 
@@ -57,14 +69,17 @@ class RandomStage(Plain):
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Draw the actions of all steps."""
         drawn = self._codec.draw(self._leaves, steps, self._outputs.lanes, generator)
-        self._drawn = [
-            (self._outputs.tensors[k], v.view(steps, *self._outputs.tensors[k].shape)) for k, v in drawn.items()
-        ]
+        self._drawn = [(self._outputs.flat(key), values) for key, values in drawn.items()]  # [N, ...], [T, N, ...]
 
     def run(self, t: int) -> None:
         """Take the actions of step `t`."""
         for target, drawn in self._drawn:
             target.copy_(drawn[t])
+
+    def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
+        """Take the actions of some lanes."""
+        for target, drawn in self._drawn:
+            target[lanes] = drawn[times, lanes].to(target.device)
 
 
 class EchoStage(Plain):
@@ -72,13 +87,18 @@ class EchoStage(Plain):
 
     def __init__(self, present: Rows, outputs: Rows, keys: Sequence[Key]) -> None:
         """Copy `keys`, as far as the policy leaves them their shape."""
-        pairs = [(outputs.tensors[key], present.tensors[key]) for key in keys]
+        pairs = [(outputs.flat(key), present.flat(key)) for key in keys]
         self._pairs = [(target, source) for target, source in pairs if target.shape == source.shape]
 
     def run(self, t: int) -> None:
         """Copy."""
         for target, source in self._pairs:
             target.copy_(source)
+
+    def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
+        """Copy some lanes."""
+        for target, source in self._pairs:
+            target[lanes] = source[lanes]
 
 
 class TorchStage(Plain):
@@ -88,11 +108,7 @@ class TorchStage(Plain):
     """
 
     def __init__(
-        self,
-        part: TensorDictModule,
-        inputs: Sequence[Tensor],
-        outputs: Rows,
-        device: torch.device | None,
+        self, part: TensorDictModule, inputs: Sequence[Tensor], outputs: Rows, device: torch.device | None
     ) -> None:
         """Call what `part` holds with `inputs`; its results, one per key, go to `outputs`."""
         self._call = part.module if part.method is None else getattr(part.module, part.method)
@@ -105,8 +121,17 @@ class TorchStage(Plain):
     def run(self, t: int) -> None:
         """Call the module and keep its results."""
         device = self._device
-        inputs = [x.clone() if device is None else x.to(device) for x in self._inputs]
-        with told_to_modules():
+        self._run([x.clone() if device is None else x.to(device) for x in self._inputs], self._outputs)
+
+    def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
+        """Call the module with the rows of some lanes."""
+        dims = len(self._outputs.batch_size)
+        some = _gather(self._outputs, [key for key in self._keys if key != "_"], lanes)
+        self._run([x.flatten(0, dims - 1)[lanes].to(self._device) for x in self._inputs], some)
+        _scatter(some, self._outputs, lanes)
+
+    def _run(self, inputs: list[Tensor], outputs: Rows) -> None:
+        with exploring_in_modules():
             if self._names is None:
                 results = self._call(*inputs, **self._options)
             else:
@@ -121,7 +146,7 @@ class TorchStage(Plain):
             if key != "_":
                 if not isinstance(result, Tensor):
                     raise PolicyError(f"The policy returned {type(result).__name__} for {key!r}; it must be a tensor.")
-                self._outputs.put(key, result, "The policy")
+                outputs.put(key, result, "The policy")
 
 
 class TensorDictStage(Plain):
@@ -129,9 +154,9 @@ class TensorDictStage(Plain):
 
     def __init__(
         self,
-        call: Any,
-        present: Mapping[Key, Tensor],
-        made: Mapping[Key, Tensor],
+        call: Callable[[TensorDictBase], object],
+        present: Rows,
+        written: Collection[Key],
         outputs: Rows,
         out_keys: Sequence[Key],
         device: torch.device | None,
@@ -139,38 +164,81 @@ class TensorDictStage(Plain):
         """Call `call` with a TensorDict; entries `out_keys` of its answer go to `outputs`.
 
         The TensorDict holds copies of what is `present`, for the reason given at `TorchStage`, and what earlier stages
-        have `made`, as it is: a part that changes that in place means it.
+        have `written`, as it is: a part that changes that in place means it.
         """
         self._call = call
-        self._present = {key: tensor for key, tensor in present.items() if key not in made}
-        self._made = made
+        self._present = present
+        self._read = [key for key in present.tensors if key not in written]
+        self._written = written
         self._outputs = outputs
         self._keys = tuple(out_keys)
         self._private = [key for key in self._keys if is_private(key)]
         self._kept: dict[Key, Tensor] = {}
         """What the policy wrote for itself in its last call: it may look for it in the next, as noise processes do."""
+        self._has_kept = np.zeros(outputs.lanes, bool)
         self._device = device
 
     def run(self, t: int) -> None:
         """Call the policy and keep what it promised."""
-        inputs = {key: tensor.clone() for key, tensor in self._present.items()}
-        inputs.update(self._made)
-        inputs.update(self._kept)
-        answer = ask(self._call, TensorDict(nest(inputs), self._outputs.batch_size, device=self._device))
+        inputs = {key: self._present.tensors[key].clone() for key in self._read}
+        answer = self._run(inputs, self._kept, self._outputs)
+        if self._private:
+            self._kept = {key: answer.get(key) for key in self._private}
+            self._has_kept[:] = True
+
+    def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
+        """Call the policy with the rows of some lanes; apart with those of which it has kept nothing yet."""
+        has_kept = self._has_kept[lanes]
+        for group in (lanes[has_kept], lanes[~has_kept]):
+            if group.size:
+                self._run_on(group)
+
+    def _run_on(self, lanes: np.ndarray) -> None:
+        size, dims = self._outputs.batch_size, len(self._outputs.batch_size)
+        inputs = {key: self._present.flat(key)[lanes] for key in self._read}
+        kept = {key: value.flatten(0, dims - 1) for key, value in self._kept.items()}
+        given = {key: value[lanes] for key, value in kept.items()} if self._has_kept[lanes[0]] else {}
+        some = _gather(self._outputs, dict.fromkeys([*self._written, *self._keys]), lanes)
+        answer = self._run(inputs, given, some)
+        _scatter(some, self._outputs, lanes)
+        for key in self._private:
+            value = answer.get(key)
+            whole = kept[key].clone() if key in kept else value.new_zeros(self._outputs.lanes, *value.shape[1:])
+            whole[lanes] = value
+            self._kept[key] = whole.view(*size, *value.shape[1:])
+            self._has_kept[lanes] = True
+
+    def _run(self, inputs: dict[Key, Tensor], kept: Mapping[Key, Tensor], outputs: Rows) -> TensorDictBase:
+        written = {key: outputs.tensors[key] for key in self._written}
+        request = TensorDict(nest({**inputs, **written, **kept}), outputs.batch_size, device=self._device)
+        answer = ask(self._call, request)
         for key in self._keys:
             value = answer.get(key, None)
             if value is None:
                 raise PolicyError(
                     f"The policy wrote {'/'.join(as_path(key))!r} in its first call, but not in this one."
                 )
-            self._outputs.put(key, value, "The policy")
-        if self._private:
-            self._kept = {key: answer.get(key) for key in self._private}
+            outputs.put(key, value, "The policy")
+        return answer
 
 
-def ask(call: Any, request: TensorDictBase) -> TensorDictBase:
+def _gather(rows: Rows, keys: Iterable[Key], lanes: np.ndarray) -> Rows:
+    """A copy of what `rows` hold for some lanes."""
+    some = Rows({}, (len(lanes),))
+    for key in keys:
+        some.add(key, rows.flat(key)[lanes])
+    return some
+
+
+def _scatter(some: Rows, rows: Rows, lanes: np.ndarray) -> None:
+    """Write what was gathered back to where it came from."""
+    for key, value in some.tensors.items():
+        rows.flat(key)[lanes] = value
+
+
+def ask(call: Callable[[TensorDictBase], object], request: TensorDictBase) -> TensorDictBase:
     """The answer of a policy that takes a TensorDict."""
-    with told_to_modules():
+    with exploring_in_modules():
         answer = call(request)
     if not isinstance(answer, TensorDictBase):
         raise PolicyError(

@@ -29,8 +29,9 @@ def without_trace(policy: Any) -> Iterator[None]:
                     stack.callback(_begin_anew, module)
                 else:
                     stack.callback(_put_back, module, name, buffer, buffer.clone())
-            for generator in _generators(module):
-                stack.callback(generator.set_state, generator.get_state())
+            for value in vars(module).values():
+                if isinstance(value, torch.Generator):  # as probabilistic modules keep that are given one
+                    stack.callback(value.set_state, value.get_state())
         yield
 
 
@@ -45,8 +46,3 @@ def _begin_anew(module: nn.Module) -> None:
     """A lazy module gets its buffers in its first call, and at once puts into them what it sees."""
     if isinstance(module, nn.modules.batchnorm._NormBase):
         module.reset_running_stats()
-
-
-def _generators(module: nn.Module) -> list[torch.Generator]:
-    """Generators that a module keeps, as probabilistic modules do that are given one."""
-    return [value for value in vars(module).values() if isinstance(value, torch.Generator)]

@@ -13,7 +13,8 @@ class FrameBudget:
         """Begin with nothing collected."""
         self.total = total
         self.spent = 0
-        self._lanes = lanes
+        self.lanes = lanes
+        """Frames in a step: the smallest number that can be collected at a time."""
 
     @property
     def is_endless(self) -> bool:
@@ -29,7 +30,7 @@ class FrameBudget:
         """How many of `wanted` steps of all lanes may still be made."""
         if self.is_endless:
             return wanted
-        return min(wanted, max(0, -(-(self.total - self.spent) // self._lanes)))
+        return min(wanted, max(0, -(-(self.total - self.spent) // self.lanes)))
 
     def spend(self, frames: int) -> None:
         """Count `frames` as collected."""

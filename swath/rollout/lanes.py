@@ -13,7 +13,7 @@ from swath.envs.rows import Leaf, Rows
 from swath.errors import UnsupportedEnvError
 from swath.keys import FLAGS, IS_INIT, MASK, STEP_COUNT, TERMINATED, TRUNCATED, Key
 from swath.rollout.stats import EpisodeMeter
-from swath.rollout.trajectories import TrajectoryIds
+from swath.rollout.trajectory_ids import TrajectoryIds
 
 
 class Lanes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from swath.keys import (
     FLAGS,
     IS_INIT,
     MASK,
+    PADDING_ID,
     POLICY_VERSION,
     REWARD,
     STEP_COUNT,
@@ -33,11 +34,10 @@ from swath.keys import (
 )
 from swath.modules.exploration import exploring_here
 from swath.modules.policy import PolicyRunner
-from swath.rollout.arena import Arena, Slot
 from swath.rollout.lanes import Lanes
 from swath.rollout.randomness import Randomness
+from swath.rollout.slots import Slot
 from swath.rollout.stats import RolloutStats
-from swath.rollout.trajectories import PADDING_ID
 
 EVERY = slice(None)
 
@@ -49,7 +49,7 @@ class Interruptor(Protocol):
         """Whether to stop after the current step."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoopSettings:
     """What a loop needs to know beside its env and policy."""
 
@@ -73,6 +73,8 @@ class Receipt:
     steps: int
     frames: int
     version: int
+    begin: int
+    """How many steps were made before: a slot that does not begin where another ended does not continue it."""
 
 
 class RolloutLoop:
@@ -84,6 +86,8 @@ class RolloutLoop:
         self.settings = settings
         self.version = 0
         """The version of the weights that the policy acts with."""
+        self.steps = 0
+        """How many steps were ever made."""
         self.stats = RolloutStats()
         self.was_stopped = False
         """Whether the interruptor has ended the last slot."""
@@ -100,14 +104,14 @@ class RolloutLoop:
                 opaque=settings.opaque_policy,
             )
         self.lanes.attach(self.policy.state, self.policy.outputs)
-        self.arena = Arena(self._leaves(), env.batch_size, env.rows_device)
+        self.leaves = self._leaves()
+        """Shape and dtype of every column, in the order in which they are delivered."""
         self._warned: set[Key] = set()
 
-    def move_to_background(self, interruptor: Interruptor) -> None:
-        """Leave alone what belongs to the whole process, and ask `interruptor` after each step."""
+    def move_to_background(self) -> None:
+        """Leave alone what belongs to the whole process."""
         self._in_background = True
         self.randomness.stand_alone()
-        self.settings = replace(self.settings, interruptor=interruptor)
 
     def collect(self, slot: Slot, *, random: bool = False) -> Receipt:
         """Fill `slot` with consecutive steps of every lane; with `random` actions if so asked."""
@@ -155,7 +159,6 @@ class RolloutLoop:
     # -- the layout --------------------------------------------------------------------------------------------
 
     def _leaves(self) -> dict[Key, Leaf]:
-        """Shape and dtype of every column, in the order in which they are delivered."""
         lanes, outputs, settings = self.lanes, self.policy.outputs, self.settings
         observations = self.env.observation_keys
         reads = [read for read, written in self.policy.state if written != read]
@@ -241,7 +244,8 @@ class RolloutLoop:
         stats.batches += 1
         self.lanes.meter.measure(slot.array(after(REWARD))[:, :steps, 0], ended, real, stats)
         self._warn_of_nan(slot, steps)
-        return Receipt(steps=steps, frames=frames, version=self.version)
+        self.steps += steps
+        return Receipt(steps, frames, self.version, self.steps - steps)
 
     def _warn_of_nan(self, slot: Slot, steps: int) -> None:
         """Once for each key: in what the env answered, and in what it began with."""

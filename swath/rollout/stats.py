@@ -54,8 +54,9 @@ class RolloutStats:
         if self.idle_frames:
             summary["idle_frames"] = self.idle_frames
         if self.returns:
-            summary["mean_return"] = float(np.mean(self.returns))
-            summary["mean_length"] = float(np.mean(self.lengths))
+            # Copies: another thread may be collecting.
+            summary["mean_return"] = float(np.mean(list(self.returns)))
+            summary["mean_length"] = float(np.mean(list(self.lengths)))
         return summary
 
 

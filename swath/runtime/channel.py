@@ -8,6 +8,7 @@ import pickle
 import select
 import socket
 import struct
+import threading
 import time
 import weakref
 from collections import deque
@@ -15,6 +16,7 @@ from typing import Any
 
 import cloudpickle
 
+from swath.errors import ChannelClosedError
 from swath.runtime import descriptors
 from swath.runtime.pickling import unpicklable
 
@@ -24,10 +26,6 @@ CHUNK = 1 << 18
 MOST_FDS = 128
 SEND_S = 30.0
 """How long the other side may leave its end full: it is stopped, or stuck."""
-
-
-class ChannelClosedError(ConnectionError):
-    """The other side has closed its end, or has ended."""
 
 
 class Channel:
@@ -43,6 +41,8 @@ class Channel:
         end.setblocking(False)
         self._socket = end
         self._unsent = b""
+        self._sending = threading.Lock()
+        """One thread at a time: parts of two messages must not be mixed."""
         self._bytes = bytearray()
         self._fds: deque[int] = deque()
         self._incoming = select.poll()
@@ -74,15 +74,19 @@ class Channel:
         Raises TimeoutError if the other side does not take all of it: what is left then goes before the next message.
         """
         deadline = time.monotonic() + timeout_s
-        if self._unsent:
-            self._unsent = self._rest_of(self._unsent, [], deadline)
-        if not self._unsent:
-            data, fds = packed
-            message = HEADER.pack(len(data), len(fds)) + data
-            rest = self._rest_of(message, fds, deadline)
-            if not rest:
-                return
-            self._unsent = rest if len(rest) < len(message) else b""
+        if self._sending.acquire(timeout=timeout_s):
+            try:
+                if self._unsent:
+                    self._unsent = self._rest_of(self._unsent, [], deadline)
+                if not self._unsent:
+                    data, fds = packed
+                    message = HEADER.pack(len(data), len(fds)) + data
+                    rest = self._rest_of(message, fds, deadline)
+                    if not rest:
+                        return
+                    self._unsent = rest if len(rest) < len(message) else b""
+            finally:
+                self._sending.release()
         raise TimeoutError("The other side of the channel takes no messages: it is stopped, or stuck.")
 
     def _rest_of(self, data: bytes, fds: list[int], deadline: float) -> bytes:
@@ -149,6 +153,16 @@ class Channel:
         if self._bytes:
             return True
         return bool(self._incoming.poll(0))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the other side has ended, and everything that it had sent was received. From any thread."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def _pump(self) -> bool:
         """Take in what has come; whether more may come."""

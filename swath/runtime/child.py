@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from swath.runtime.channel import Channel, ChannelClosedError
+from swath.errors import ChannelClosedError
+from swath.runtime.carrier import Failed, Warned
+from swath.runtime.channel import Channel
 from swath.runtime.faults import Failure
 
 PR_SET_PDEATHSIG = 1
@@ -42,21 +44,6 @@ class Begin:
     """The first message to a worker. The next is what it is made for, which can only be read in its surroundings."""
 
     surroundings: Surroundings
-
-
-@dataclass(frozen=True)
-class CouldNotBegin:
-    """The answer of a worker that could not read what it is made for."""
-
-    failure: Failure
-
-
-@dataclass(frozen=True)
-class Warned:
-    """A warning that the user should see."""
-
-    category: type[Warning]
-    text: str
 
 
 def die_with_parent(parent: int) -> None:
@@ -99,7 +86,7 @@ def _run(channel: Channel) -> int:
     try:
         target: Target = channel.receive()
     except BaseException as error:
-        channel.send(CouldNotBegin(Failure.of(error)))
+        channel.send(Failed(Failure.of(error), "reading its task"))
         return 1
     target(channel)
     return 0

@@ -35,9 +35,9 @@ class Undisturbed:
 
     def __enter__(self) -> None:
         """Hold back interrupts."""
-        self._held = None
         if threading.current_thread() is not threading.main_thread():
             return
+        self._held = None
         before = signal.getsignal(signal.SIGINT)
         if before is None:  # not Python's; it is left alone
             return

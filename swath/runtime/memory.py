@@ -32,7 +32,7 @@ class Block:
     def __init__(self, fd: int) -> None:
         """Own `fd`."""
         self.fd = fd
-        self._map: _Mapping | None = None
+        self._map: _Mapping | np.ndarray | None = None
 
     @property
     def size(self) -> int:
@@ -120,6 +120,19 @@ class MemoryBlock(Block):
             )
         super().__init__(os.memfd_create("swath", os.MFD_CLOEXEC))
         self.resize(size)
+
+
+class PrivateBlock(Block):
+    """A block of this process alone, with no descriptor behind it: what threads share."""
+
+    def __init__(self, size: int) -> None:
+        """Make one of `size` bytes, zero at first."""
+        super().__init__(-1)
+        self._map = np.zeros(size, np.uint8)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Not to be sent."""
+        raise TypeError("Private memory cannot be sent to another process.")
 
 
 class FileBlock(Block):

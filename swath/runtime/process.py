@@ -26,8 +26,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from swath.errors import ChannelClosedError
 from swath.runtime import server as server_module
-from swath.runtime.channel import Channel, ChannelClosedError, pack
+from swath.runtime.channel import Channel, pack
 from swath.runtime.child import Begin, Surroundings, Target, run
 
 METHODS = ("forkserver", "spawn", "fork")

@@ -38,10 +38,10 @@ def main(control: int, preloaded: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if preloaded:
         _preload(preloaded)
-    _Server(control).serve()
+    _Forker(control).serve()
 
 
-class _Server:
+class _Forker:
     def __init__(self, control: int) -> None:
         self._control = socket.socket(fileno=control)
         self._children: dict[int, int] = {}

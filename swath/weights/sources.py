@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,9 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
 from swath.errors import suggestion
-
-POLICY_ID = "policy"
+from swath.keys import POLICY_ID
+from swath.runtime.columns import Leaf
+from swath.runtime.snapshots import SnapshotContents
 
 
 def requested_weights(
@@ -110,52 +110,35 @@ def flat_weights(source: Any) -> dict[str, Any]:
     )
 
 
-def fitted(model: nn.Module, source: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """The module that takes the weights of `source`, and these by name. Raises if anything does not fit.
-
-    Names may be those of `model` or of what it wraps, so that a policy given as a plain module keeps its own names.
-    Nothing is changed yet: `load_weights` will do it.
-    """
-    weights = flat_weights(source)
-    known = all_weights(model)
-    for layer in layers_of(model):
-        targets = all_weights(layer)
-        if all(name in targets for name in weights):
-            break
-    else:
-        name = next(name for name in weights if name not in known)
-        raise KeyError(f"The model has no weight {name!r}.{suggestion(name, known)}")
-    for name, value in weights.items():
-        target = targets[name]
-        if not isinstance(target, Tensor):
-            continue  # a module's extra state, which only the module understands
-        check_weight(name, value, target.shape)
-    return layer, weights
-
-
 @dataclass(frozen=True)
-class Layout:
-    """What a model's weights look like, for those who do not have the model."""
+class WeightLayout:
+    """What a model's weights look like, for a process that does not have the model."""
 
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    """Shape and dtype by name."""
+    tensors: dict[str, Leaf]
     extras: tuple[str, ...] = ()
     """Names of what only the module understands: its extra state."""
     prefixes: tuple[str, ...] = ("",)
     """What comes before the names of the modules that the model only wraps."""
 
     @staticmethod
-    def of(model: nn.Module) -> Layout:
+    def of(model: nn.Module) -> WeightLayout:
         """The layout of `model`."""
         state = all_weights(model)
-        tensors = {name: (tuple(w.shape), w.dtype) for name, w in state.items() if isinstance(w, Tensor)}
+        tensors = {name: Leaf.of(w, 0) for name, w in state.items() if isinstance(w, Tensor)}
         prefixes = []
         for layer in layers_of(model):
             known = all_weights(layer)
             first = next(iter(known), None)
             outer = next((name for name in state if first is not None and name.endswith(first)), "")
             prefixes.append(outer[: len(outer) - len(first or "")])
-        return Layout(tensors, tuple(name for name in state if name not in tensors), tuple(dict.fromkeys(prefixes)))
+        return WeightLayout(
+            tensors, tuple(name for name in state if name not in tensors), tuple(dict.fromkeys(prefixes))
+        )
+
+    @property
+    def contents(self) -> SnapshotContents:
+        """What snapshots of it hold."""
+        return SnapshotContents(self.tensors, self.extras)
 
     def is_all(self, weights: Mapping[str, Any]) -> bool:
         """Whether nothing is missing."""
@@ -171,20 +154,13 @@ class Layout:
             name = next(name for name in weights if name not in known)
             raise KeyError(f"The model has no weight {name!r}.{suggestion(name, known)}")
         named = {prefix + name: value for name, value in weights.items()}
-        for name, (shape, _) in self.tensors.items():
-            if name in named:
-                check_weight(name, named[name], shape)
+        for name, leaf in self.tensors.items():
+            value = named.get(name)
+            if name in named and not isinstance(value, Tensor):
+                raise TypeError(
+                    f"The weight {name.removeprefix(prefix)!r} must be a tensor, got {type(value).__name__}: {value!r}."
+                )
+            if isinstance(value, Tensor) and leaf.shape != tuple(value.shape):
+                given = name.removeprefix(prefix)
+                raise ValueError(f"The weight {given!r} has shape {leaf.shape}, got {tuple(value.shape)}.")
         return named
-
-
-def check_weight(name: str, value: Any, shape: Sequence[int]) -> None:
-    """Raise unless `value` is a tensor of that shape."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"The weight {name!r} must be a tensor, got {type(value).__name__}: {value!r}.")
-    if tuple(shape) != tuple(value.shape):
-        raise ValueError(f"The weight {name!r} has shape {tuple(shape)}, got {tuple(value.shape)}.")
-
-
-def warn_of_old_name() -> None:
-    """`policy_weights=` is what the argument was called once."""
-    warnings.warn("policy_weights is an old name; use weights.", DeprecationWarning, stacklevel=3)

@@ -1,7 +1,11 @@
-"""Wrong arguments are refused by name, with the value and a cure, before anything is made."""
+"""Wrong arguments are refused by name, with the value and a cure, before anything is made; good ones are taken."""
+
+from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
+import threading
 import warnings
 from typing import Any
 
@@ -9,18 +13,35 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from common import buffer, net
+from inside import OLD_NAMES, forbid_workers
+from kinds import ASYNC, ASYNC_HERE, HERE, SINGLE, SYNC, SYNC_HERE, Kind, Make, over
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
-from torch import nn
 
-from swath.collectors import Collector, CollectorConfig, PolicyVersion
-from swath.collectors.config import ELSEWHERE, SYNONYMS
+import swath.collectors
+from swath.collectors import (
+    AsyncCollector,
+    Collector,
+    CollectorConfig,
+    MultiAsyncCollector,
+    MultiCollector,
+    MultiConfig,
+    MultiSyncCollector,
+    PolicyVersion,
+)
+from swath.collectors.config import CommonConfig
 from swath.data import ReplayBuffer
 from swath.envs import EnvBase, GymEnv, SerialEnv
 from swath.modules import ExplorationType
 from swath.testing import CountingEnv, CountingGymEnv
 
-FIELDS = [field.name for field in dataclasses.fields(CollectorConfig)]
+WORKERS = (MultiCollector, MultiSyncCollector, MultiAsyncCollector, AsyncCollector)
+ANY = (SINGLE, SYNC, ASYNC)
+
+
+def arguments(of: Any) -> list[str]:
+    """The names of all that can be said by keyword only."""
+    return [name for name, one in inspect.signature(of).parameters.items() if one.kind is one.KEYWORD_ONLY]
 
 
 class Factory:
@@ -34,25 +55,29 @@ class Factory:
         return CountingEnv(**kwargs)
 
 
-def net() -> TensorDictModule:
-    return TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["action"])
+@pytest.fixture
+def refuse(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Making a collector raises, with `words` in the message, and before an env is made or a worker started."""
+    forbid_workers(monkeypatch)
+
+    def refuse(error: type[Exception], words: list[str], of: Any = kind.of, **options: Any) -> None:
+        factory = Factory()
+        options = {"frames_per_batch": 10, **options}
+        env = options.pop("create_env_fn", [factory] * 2 if kind.workers else factory)
+        with pytest.raises(error) as caught:
+            of(env, options.pop("policy", None), **options)
+        assert factory.calls == 0
+        for word in words:
+            assert word in str(caught.value)
+
+    return refuse
 
 
-def refuse(kind: type[Exception], words: list[str], **options: Any) -> None:
-    """Making a collector raises `kind` with `words` in its message, and the env was never made."""
-    factory = Factory()
-    policy = options.pop("policy", None)
-    options = {"frames_per_batch": 10, **options}
-    with pytest.raises(kind) as caught:
-        Collector(factory, policy, **options)
-    assert factory.calls == 0
-    for word in words:
-        assert word in str(caught.value)
+# -- what is refused ------------------------------------------------------------------------------------------------
 
-
-# -- rejections that users of the founding documents expect ---------------------------------------------------------
-
-EXPECTED = [
+BUFFERED = {"replay_buffer": ReplayBuffer()}
+UNCUT = {**BUFFERED, "extend_buffer": False}
+REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"policy": net(), "policy_factory": net}, TypeError, ["policy", "policy_factory"]),
     ({"unknown_kw": 1}, TypeError, ["unknown_kw=1"]),
     ({"split_trajs": True, "track_traj_ids": False}, ValueError, ["split_trajs=True", "track_traj_ids=False"]),
@@ -64,6 +89,29 @@ EXPECTED = [
     ({"trajs_per_batch": 2, "split_trajs": True}, ValueError, ["split_trajs=True", "trajs_per_batch=2"]),
     ({"return_same_td": True, "split_trajs": True}, ValueError, ["return_same_td=True", "split_trajs"]),
     ({"return_same_td": True, "trajs_per_batch": 2}, ValueError, ["return_same_td=True", "trajs_per_batch"]),
+    ({"backend": "submitit"}, ValueError, ["backend='submitit'"]),
+    ({"replay_buffer": object()}, TypeError, ["replay_buffer must be a ReplayBuffer"]),
+    ({**BUFFERED, "return_same_td": True}, TypeError, ["return_same_td=True", "replay_buffer"]),
+    ({**BUFFERED, "use_buffers": True}, TypeError, ["use_buffers=True", "replay_buffer"]),
+    ({**UNCUT, "postproc": lambda batch: batch}, TypeError, ["extend_buffer=False", "postproc"]),
+    ({**UNCUT, "split_trajs": True}, TypeError, ["extend_buffer=False", "split_trajs"]),
+    ({**UNCUT, "trajs_per_batch": 2}, TypeError, ["extend_buffer=False", "trajs_per_batch"]),
+    ({**UNCUT, "set_truncated": True}, TypeError, ["extend_buffer=False", "set_truncated"]),
+    ({"trajs_per_write": 2}, ValueError, ["trajs_per_write=2", "replay_buffer", "trajs_per_batch"]),
+    ({"trajs_per_write": 2, "trajs_per_batch": 2}, ValueError, ["trajs_per_write=2", "replay_buffer"]),
+    ({"trajs_per_write": 2, **BUFFERED}, ValueError, ["trajs_per_write=2", "trajs_per_batch"]),
+    ({"frames_per_batch": 0}, ValueError, ["frames_per_batch", "0"]),
+    ({"frames_per_batch": -5}, ValueError, ["frames_per_batch", "-5"]),
+    ({"total_frames": 0}, ValueError, ["total_frames", "0"]),
+    ({"total_frames": 1e6}, TypeError, ["total_frames", "1000000.0", "Write 1000000."]),
+    ({"trajs_per_batch": 0}, ValueError, ["trajs_per_batch", "0"]),
+    ({"trajs_per_write": 0}, ValueError, ["trajs_per_write", "0"]),
+    ({"trajs_per_write": -1}, ValueError, ["trajs_per_write", "-1"]),
+    ({"exploration_type": "mode"}, TypeError, ["exploration_type", "'mode'", "ExplorationType.MODE"]),
+    ({"total_frame": 3, "zzz": "a"}, TypeError, ["total_frame=3. Did you mean 'total_frames'?", "zzz='a'."]),
+    ({"devices": "cpu", "policy_device": "cpu"}, TypeError, ["devices='cpu'", "policy_device='cpu'"]),
+]
+OF_ONE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"sync": True}, ValueError, ["sync=True", "MultiCollector"]),
     ({"sync": "yes"}, TypeError, ["sync", "'yes'"]),
     ({"num_collectors": 0}, ValueError, ["num_collectors=0"]),
@@ -72,144 +120,80 @@ EXPECTED = [
     ({"num_collectors": True}, TypeError, ["num_collectors", "True"]),
     ({"num_collectors": 1.5}, TypeError, ["num_collectors", "1.5"]),
     ({"backend": "ray"}, ValueError, ["backend='ray'", "direct"]),
-    ({"backend": "submitit"}, ValueError, ["backend='submitit'"]),
     ({"backend_options": {"sync": True}}, ValueError, ["backend_options", "{'sync': True}"]),
-    ({"replay_buffer": object()}, TypeError, ["replay_buffer must be a ReplayBuffer"]),
-    ({"replay_buffer": ReplayBuffer(), "return_same_td": True}, TypeError, ["return_same_td=True", "replay_buffer"]),
-    ({"replay_buffer": ReplayBuffer(), "use_buffers": True}, TypeError, ["use_buffers=True", "replay_buffer"]),
-    (
-        {"replay_buffer": ReplayBuffer(), "extend_buffer": False, "postproc": lambda batch: batch},
-        TypeError,
-        ["extend_buffer=False", "postproc"],
+    ({"worker_idx": -1}, ValueError, ["worker_idx", "-1"]),
+    ({"worker_idx": 2**23}, ValueError, ["worker_idx", str(2**23)]),
+]
+OF_MANY: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
+    ({"num_worker": 1}, TypeError, ["num_worker=1", "Did you mean 'num_workers'?"]),
+    ({"cat_result": 0}, TypeError, ["cat_result=0", "Did you mean 'cat_results'?"]),
+    ({"frames_per_batch": 10.0}, TypeError, ["frames_per_batch", "10.0"]),
+    ({"frames_per_batch": [10]}, ValueError, ["frames_per_batch has 1 elements for 2 workers"]),
+    ({"frames_per_batch": [5, "5"]}, TypeError, ["frames_per_batch", "'5'"]),
+    ({"frames_per_batch": [5, 0]}, ValueError, ["frames_per_batch", "0"]),
+    ({"create_env_kwargs": [{}]}, ValueError, ["create_env_kwargs has 1 elements for 2 workers"]),
+    ({"create_env_kwargs": 5}, TypeError, ["create_env_kwargs", "5"]),
+    ({"policy_factory": [net]}, ValueError, ["policy_factory has 1 elements for 2 workers"]),
+    ({"policy_factory": [net, 5]}, TypeError, ["policy_factory", "5"]),
+    *(
+        ({name: ["cpu"] * 3}, RuntimeError, [f"{name} has 3 elements for 2 workers"])
+        for name in ("device", "storing_device", "policy_device", "env_device")
     ),
+    ({"device": ["cpu", "gpu"]}, ValueError, ["device", "gpu"]),
+    ({"weight_updater": 1, "weight_sync_schemes": {}}, TypeError, ["weight_updater", "weight_sync_schemes"]),
+    ({"preemptive_threshold": 1.5}, ValueError, ["preemptive_threshold", "1.5"]),
+    ({"preemptive_threshold": -0.1}, ValueError, ["preemptive_threshold", "-0.1"]),
+    ({"cat_results": "foo"}, ValueError, ["cat_results", "'foo'", "stack"]),
+    ({"cat_results": "stak"}, ValueError, ["Did you mean 'stack'?"]),
+    ({"num_threads": 0}, ValueError, ["num_threads", "0"]),
+    ({"num_sub_threads": 0}, ValueError, ["num_sub_threads", "0"]),
+    ({"slots_per_worker": 0}, ValueError, ["slots_per_worker", "0"]),
+    ({"max_staleness": -1}, ValueError, ["max_staleness", "-1"]),
+    ({"max_restarts": -1}, ValueError, ["max_restarts", "-1"]),
+    ({"on_worker_failure": "restrat"}, ValueError, ["on_worker_failure", "Did you mean 'restart'?"]),
+    ({"mp_start_method": "thread"}, ValueError, ["mp_start_method", "'thread'", "forkserver"]),
+    ({"num_collectors": 3}, ValueError, ["num_collectors=3", "2 workers"]),
+    ({"backend": "ray"}, ValueError, ["backend='ray'", "process"]),
+    ({"create_env_fn": []}, ValueError, ["empty list"]),
+    ({"create_env_fn": CountingEnv, "num_workers": 0}, ValueError, ["num_workers", "0"]),
+    ({"create_env_fn": CountingEnv, "num_workers": 1.5}, TypeError, ["num_workers", "1.5"]),
+    ({"create_env_fn": CountingEnv, "num_workers": True}, TypeError, ["num_workers", "True"]),
+    ({"create_env_fn": "CartPole-v1", "num_workers": 2}, TypeError, ["CartPole-v1", "lambda"]),
+    ({"create_env_fn": [CountingEnv, 5]}, TypeError, ["worker 1", "int", "lambda"]),
     (
-        {"replay_buffer": ReplayBuffer(), "extend_buffer": False, "split_trajs": True},
+        {"create_env_fn": [CountingEnv, CountingEnv()]},
         TypeError,
-        ["extend_buffer=False", "split_trajs"],
+        ["worker 1", "functions that return an env", "lambda"],
     ),
-    (
-        {"replay_buffer": ReplayBuffer(), "extend_buffer": False, "trajs_per_batch": 2},
-        TypeError,
-        ["extend_buffer=False", "trajs_per_batch"],
-    ),
-    ({"trajs_per_write": 2}, ValueError, ["trajs_per_write=2", "replay_buffer", "trajs_per_batch"]),
-    ({"trajs_per_write": 2, "trajs_per_batch": 2}, ValueError, ["trajs_per_write=2", "replay_buffer"]),
-    ({"trajs_per_write": 2, "replay_buffer": ReplayBuffer()}, ValueError, ["trajs_per_write=2", "trajs_per_batch"]),
+]
+CASES = [
+    *((kind, *case) for case in REFUSED for kind in ANY),
+    *((SINGLE, *case) for case in OF_ONE),
+    *((kind, *case) for case in OF_MANY for kind in (SYNC, ASYNC)),
+    (SYNC, {"create_env_fn": CountingEnv}, ValueError, ["num_workers=4", "[make_env] * 4"]),
+    (SYNC, {"sync": False}, TypeError, ["MultiSyncCollector is sync=True", "sync=False"]),
+    (ASYNC, {"sync": True}, TypeError, ["MultiAsyncCollector is sync=False", "sync=True"]),
+    (ASYNC, {"cat_results": 0}, ValueError, ["cat_results=0"]),
+    (ASYNC, {"cat_results": -1}, ValueError, ["cat_results=-1"]),
 ]
 
 
-@pytest.mark.parametrize(("options", "kind", "words"), EXPECTED, ids=[", ".join(o) for o, *_ in EXPECTED])
-def test_what_cannot_be_is_refused(options: dict[str, Any], kind: type[Exception], words: list[str]) -> None:
-    refuse(kind, words, **options)
+@pytest.mark.parametrize(
+    ("kind", "options", "error", "words"), CASES, ids=[f"{kind}-{', '.join(options)}" for kind, options, *_ in CASES]
+)
+def test_what_cannot_be_is_refused(refuse: Any, options: dict[str, Any], error: Any, words: list[str]) -> None:
+    refuse(error, words, **options)
 
-
-@pytest.mark.parametrize("option", [{"sync": True}, {"num_collectors": 1}, {"backend": "direct"}])
-def test_a_subclass_cannot_become_another_collector(option: dict[str, Any]) -> None:
-    class Mine(Collector):
-        pass
-
-    ((name, value),) = option.items()
-    with pytest.raises(TypeError, match=f"Mine .*{name}={value!r}"):
-        Mine(Factory(), frames_per_batch=10, **option)
-
-
-@pytest.mark.parametrize("options", [{}, {"backend": "direct"}, {"num_collectors": 1}, {"backend_options": {}}])
-def test_this_process_may_be_asked_for_by_name(options: dict[str, Any]) -> None:
-    with Collector(Factory(), frames_per_batch=10, **options) as collector:
-        assert collector.next().shape == (10,)
-
-
-def test_only_two_arguments_go_by_position() -> None:
-    with pytest.raises(TypeError, match="positional"):
-        Collector(Factory(), None, 10)  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("count", [0, 2])
-def test_a_list_must_hold_one_env(count: int) -> None:
-    factory = Factory()
-    with pytest.raises(ValueError, match=rf"list of {count}.*SerialEnv"):
-        Collector([factory] * count, frames_per_batch=10)
-    assert factory.calls == 0
-
-
-@pytest.mark.parametrize("given", ["CartPole-v1", 5, None, TensorDict({}, [])])
-def test_what_is_no_env_is_refused(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"(?s)[Ee]nvironment.*GymEnv\('CartPole-v1'\)"):
-        Collector(given, frames_per_batch=10)
-
-
-def test_a_factory_of_no_env_is_refused() -> None:
-    with pytest.raises(TypeError, match="got int"):
-        Collector(lambda: 5, frames_per_batch=10)
-
-
-@pytest.mark.parametrize("policy", [5, "greedy", {"action": 1}])
-def test_what_is_no_policy_is_refused(policy: Any) -> None:
-    with pytest.raises(TypeError, match=f"policy must be .* got {type(policy).__name__}"):
-        Collector(CountingEnv(), policy, frames_per_batch=10)
-
-
-def test_create_env_kwargs_need_a_factory() -> None:
-    with pytest.raises(RuntimeError, match=r"create_env_kwargs=\{'batch_size': \(2,\)\}.*factory"):
-        Collector(CountingEnv(), frames_per_batch=10, create_env_kwargs={"batch_size": (2,)})
-
-
-def test_an_env_that_counts_steps_itself_has_no_room_for_max_frames_per_traj() -> None:
-    class Stepper(gym.Env[Any, Any]):
-        observation_space = gym.spaces.Dict({"step_count": gym.spaces.Box(0, 9, (1,))})
-        action_space = gym.spaces.Discrete(2)
-
-        def reset(self, **kwargs: Any) -> Any:
-            return {"step_count": np.zeros(1, np.float32)}, {}
-
-    with pytest.raises(ValueError, match=r"max_frames_per_traj=5.*'step_count'"):
-        Collector(GymEnv(Stepper()), frames_per_batch=10, max_frames_per_traj=5)
-    with Collector(GymEnv(Stepper()), frames_per_batch=10, max_frames_per_traj=0):
-        pass  # switched off
-
-
-def test_set_truncated_needs_the_entry() -> None:
-    env = CountingEnv()
-    env.has_truncated = False
-    with pytest.raises(RuntimeError, match=r"set_truncated=True.*'truncated'"):
-        Collector(env, frames_per_batch=10, set_truncated=True)
-
-
-def test_versions_of_a_batched_env_need_the_instance() -> None:
-    with pytest.raises(RuntimeError, match=r"track_policy_version=True.*\[2\].*PolicyVersion\(\)"):
-        Collector(CountingEnv((2,)), frames_per_batch=10, track_policy_version=True)
-
-
-def test_an_env_of_the_user_is_left_open_when_the_collector_cannot_be_made() -> None:
-    env = CountingEnv((2,))
-    with pytest.raises(RuntimeError):
-        Collector(env, frames_per_batch=10, track_policy_version=True)
-    assert not env.is_closed
-
-
-def test_an_env_from_a_factory_is_closed_when_the_collector_cannot_be_made() -> None:
-    made: list[EnvBase] = []
-
-    def factory() -> EnvBase:
-        made.append(CountingEnv((2,)))
-        return made[-1]
-
-    with pytest.raises(RuntimeError):
-        Collector(factory, frames_per_batch=10, track_policy_version=True)
-    assert made[0].is_closed
-
-
-# -- wrong kinds and values of every field --------------------------------------------------------------------------
 
 WRONG: dict[str, list[Any]] = {
-    "frames_per_batch": [None, "10", 10.0, True, [10]],
+    "frames_per_batch": [None, "10", 10.0, True],
     "total_frames": ["100", 1e6, False],
     "policy_factory": [5, "factory"],
     "device": [],
     "storing_device": [],
     "policy_device": [],
     "env_device": [],
-    "create_env_kwargs": [5, [("batch_size", 2)], "batch_size=2"],
+    "create_env_kwargs": [5, "batch_size=2"],
     "max_frames_per_traj": ["5", 5.0, True],
     "init_random_frames": ["5", 2.5, True],
     "reset_at_each_iter": [None, 1, "yes"],
@@ -227,7 +211,7 @@ WRONG: dict[str, list[Any]] = {
     "compile_policy": [1, "inductor"],
     "cudagraph_policy": [1, "yes"],
     "no_cuda_sync": [None, 1],
-    "track_policy_version": [None, 1, "int", PolicyVersion],
+    "track_policy_version": [],
     "trajs_per_batch": ["2", 2.0, True],
     "traj_format": [5, True],
     "compact_obs": [None, 1],
@@ -240,121 +224,423 @@ WRONG: dict[str, list[Any]] = {
     "progress": [None, 1],
     "fast_policy": [None, 0],
 }
+WRONG_OF_MANY: dict[str, list[Any]] = {
+    "num_workers": [],  # a list of factories tells how many there are
+    "sync": ["yes", 1],
+    "cat_results": [1.5, True, ["stack"]],
+    "preemptive_threshold": ["half", True],
+    "update_at_each_batch": [None, 1],
+    "init_fn": [5, "init"],
+    "num_threads": [1.5, "2", True],
+    "num_sub_threads": [None, 1.5, True],
+    "mp_start_method": [5, True],
+    "slots_per_worker": [None, 2.0, True],
+    "max_staleness": [1.5, "1", True],
+    "on_worker_failure": [None, 5, True],
+    "max_restarts": [None, 2.5, True],
+    "stall_warning_s": [None, "15", True],
+    "stall_timeout_s": ["15", True],
+    "start_timeout_s": [None, "15", True],
+    "debug": [None, 1],
+    "num_collectors": ["2", 2.0, True],
+    "collector_class": [],
+    "weight_updater": [],
+    "weight_sync_schemes": [],
+    "weight_recv_schemes": [],
+}
+WRONG_OF_ONE: dict[str, list[Any]] = {
+    "frames_per_batch": [[10]],
+    "create_env_kwargs": [[("batch_size", 2)]],
+    "track_policy_version": [None, 1, "int", PolicyVersion],
+}
+"""What is right where there are several workers, or stands for what such a collector does by itself."""
 
 
-def test_every_field_has_a_wrong_kind() -> None:
-    assert list(WRONG) == FIELDS
-
-
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
-def test_a_wrong_kind_is_refused(name: str, value: Any) -> None:
-    refuse(TypeError, [f"{name} must be", repr(value)], **{name: value})
+def test_every_argument_has_a_wrong_kind() -> None:
+    assert set(WRONG) == set(arguments(Collector))
+    assert {**WRONG, **WRONG_OF_MANY}.keys() == set(arguments(MultiSyncCollector))
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("kind", "name", "value"),
     [
-        ("frames_per_batch", 0),
-        ("frames_per_batch", -5),
-        ("total_frames", 0),
-        ("trajs_per_batch", 0),
-        ("trajs_per_write", 0),
-        ("trajs_per_write", -1),
-        ("worker_idx", -1),
-        ("worker_idx", 2**23),
+        *((kind, name, value) for name, values in WRONG.items() for value in values for kind in (SINGLE, SYNC)),
+        *((SINGLE, name, value) for name, values in WRONG_OF_ONE.items() for value in values),
+        *((SYNC, name, value) for name, values in WRONG_OF_MANY.items() for value in values),
     ],
+    ids=lambda value: re.sub(r" at 0x[0-9a-f]+", "", str(value)),
 )
-def test_a_value_out_of_range_is_refused(name: str, value: int) -> None:
-    refuse(ValueError, [name, str(value)], **{name: value})
+def test_a_wrong_kind_is_refused(refuse: Any, name: str, value: Any) -> None:
+    refuse(TypeError, [name, repr(value)], **{name: value})
 
 
-@pytest.mark.parametrize("name", ["device", "storing_device", "policy_device", "env_device"])
+DEVICES = ["device", "storing_device", "policy_device", "env_device"]
+
+
+@pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("value", ["gpu", ["cpu", "cpu"], 2.5])
-def test_what_is_no_device_is_refused(name: str, value: Any) -> None:
+def test_what_is_no_device_is_refused(refuse: Any, name: str, value: Any) -> None:
     refuse(ValueError, [f"{name}={value!r}"], **{name: value})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
-@pytest.mark.parametrize("name", ["device", "storing_device", "policy_device", "env_device"])
-def test_a_device_that_is_not_there_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_device_that_is_not_there_is_refused(refuse: Any, name: str) -> None:
     refuse(ValueError, [f"{name}='cuda'", "not available", "'cpu'"], **{name: "cuda"})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
 @pytest.mark.parametrize("value", [True, {"warmup": 2}])
-def test_cudagraph_policy_needs_cuda(value: Any) -> None:
+def test_cudagraph_policy_needs_cuda(refuse: Any, value: Any) -> None:
     refuse(RuntimeError, [f"cudagraph_policy={value!r}", "CUDA"], cudagraph_policy=value)
 
 
-def test_a_float_is_refused_with_the_whole_number_to_write() -> None:
-    refuse(TypeError, ["total_frames", "1000000.0", "Write 1000000."], total_frames=1e6)
+@pytest.mark.parametrize("given", [{}, {"sync": None}, {"sync": "yes"}, {"sync": 1}], ids=str)
+@over([SYNC])
+def test_multi_collector_must_be_told_which(refuse: Any, given: dict[str, Any]) -> None:
+    refuse(TypeError, ["sync=True", "sync=False"], MultiCollector, **given)
 
 
-def test_the_name_of_an_exploration_type_is_refused_with_the_type_to_write() -> None:
-    refuse(TypeError, ["exploration_type", "'mode'", "ExplorationType.MODE"], exploration_type="mode")
+@over([SYNC])
+def test_async_collector_has_one_worker(refuse: Any) -> None:
+    refuse(ValueError, ["one worker", "2 factories"], AsyncCollector)
+    refuse(ValueError, ["one worker", "num_workers=2"], AsyncCollector, create_env_fn=CountingEnv, num_workers=2)
 
 
-# -- names ----------------------------------------------------------------------------------------------------------
+@over([SYNC])
+def test_another_kind_of_buffer_is_refused_where_there_are_workers(refuse: Any) -> None:
+    class Mine:
+        def extend(self, data: Any) -> None:
+            pass
+
+        def sample(self) -> None:
+            pass
+
+    refuse(TypeError, ["ReplayBuffer(shared=True)", "Mine"], replay_buffer=Mine())
 
 
 @pytest.mark.parametrize(
-    ("wrong", "right"),
+    ("kind", "wrong", "right"),
     [
-        ("frame_per_batch", "frames_per_batch"),
-        ("total_frame", "total_frames"),
-        ("max_frames_per_trajectory", "max_frames_per_traj"),
-        ("split_trajectories", "split_trajs"),
-        ("policyy", "policy"),
-        ("explorationtype", "exploration_type"),
-        ("traj_per_batch", "trajs_per_batch"),
-        ("replaybuffer", "replay_buffer"),
-        ("extends_buffer", "extend_buffer"),
-        ("traj_per_write", "trajs_per_write"),
+        (SINGLE, "frame_per_batch", "frames_per_batch"),
+        (SYNC, "frame_per_batch", "frames_per_batch"),
+        (SINGLE, "total_frame", "total_frames"),
+        (SINGLE, "max_frames_per_trajectory", "max_frames_per_traj"),
+        (SINGLE, "split_trajectories", "split_trajs"),
+        (SINGLE, "policyy", "policy"),
+        (SINGLE, "explorationtype", "exploration_type"),
+        (SINGLE, "traj_per_batch", "trajs_per_batch"),
+        (SINGLE, "replaybuffer", "replay_buffer"),
+        (SINGLE, "extends_buffer", "extend_buffer"),
+        (SINGLE, "traj_per_write", "trajs_per_write"),
     ],
+    ids=str,
 )
-def test_an_unknown_argument_is_told_the_nearest_name(wrong: str, right: str) -> None:
+def test_an_unknown_argument_is_told_the_nearest_name(refuse: Any, wrong: str, right: str) -> None:
     refuse(TypeError, [f"{wrong}=3", f"Did you mean {right!r}?"], **{wrong: 3})
 
 
-def test_all_unknown_arguments_are_told() -> None:
-    refuse(TypeError, ["total_frame=3. Did you mean 'total_frames'?", "zzz='a'."], total_frame=3, zzz="a")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_unknown_exploration_mode_is_told_the_nearest(refuse: Any) -> None:
+    refuse(ValueError, ["exploration_mode='randm'", "Did you mean 'random'?"], exploration_mode="randm")
 
 
-def test_frames_per_batch_is_needed() -> None:
+@over(ANY)
+def test_frames_per_batch_is_needed(kind: Kind) -> None:
     factory = Factory()
-    with pytest.raises(TypeError, match="Collector needs the argument 'frames_per_batch'"):
-        Collector(factory)
+    with pytest.raises(TypeError, match=f"{kind.of.__name__} needs the argument 'frames_per_batch'"):
+        kind.of([factory] if kind.workers else factory)
     assert factory.calls == 0
 
 
+@over(ANY)
+def test_only_two_arguments_go_by_position(kind: Kind) -> None:
+    with pytest.raises(TypeError, match="positional"):
+        kind.of([CountingEnv], None, 10)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("option", [{"sync": True}, {"num_collectors": 2}, {"backend": "process"}], ids=str)
+def test_a_subclass_cannot_become_another_collector(option: dict[str, Any]) -> None:
+    class Mine(Collector):
+        pass
+
+    ((name, value),) = option.items()
+    with pytest.raises(TypeError, match=f"Mine .*{name}={value!r}"):
+        Mine(Factory(), frames_per_batch=10, **option)
+
+
+# -- envs and policies ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_list_must_hold_one_env_where_there_are_no_workers(count: int) -> None:
+    factory = Factory()
+    with pytest.raises(ValueError, match=rf"list of {count}.*SerialEnv"):
+        Collector([factory] * count, frames_per_batch=10)
+    assert factory.calls == 0
+
+
+@pytest.mark.parametrize("given", ["CartPole-v1", 5, None, TensorDict({}, [])])
+def test_what_is_no_env_is_refused(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"(?s)[Ee]nvironment.*GymEnv\('CartPole-v1'\)"):
+        Collector(given, frames_per_batch=10)
+
+
+@over(HERE)
+def test_a_factory_of_no_env_is_refused(make: Make) -> None:
+    with pytest.raises(TypeError, match="got int"):
+        make(lambda: 5)
+
+
+@pytest.mark.parametrize("policy", [5, "greedy", {"action": 1}])
+@over(HERE)
+def test_what_is_no_policy_is_refused(make: Make, policy: Any) -> None:
+    with pytest.raises(TypeError, match=f"policy must be .* got {type(policy).__name__}"):
+        make(None, policy)
+
+
+def test_create_env_kwargs_need_a_factory(make: Make) -> None:
+    with pytest.raises(RuntimeError, match=r"create_env_kwargs=\{'batch_size': \(2,\)\}.*factory"):
+        make(CountingEnv(), create_env_kwargs={"batch_size": (2,)})
+
+
+@over(HERE)
+def test_an_env_that_counts_steps_itself_has_no_room_for_max_frames_per_traj(make: Make) -> None:
+    class Stepper(gym.Env[Any, Any]):
+        observation_space = gym.spaces.Dict({"step_count": gym.spaces.Box(0, 9, (1,))})
+        action_space = gym.spaces.Discrete(2)
+
+        def reset(self, **kwargs: Any) -> Any:
+            return {"step_count": np.zeros(1, np.float32)}, {}
+
+    with pytest.raises(ValueError, match=r"max_frames_per_traj=5.*'step_count'"):
+        make(Stepper, max_frames_per_traj=5)
+    make(Stepper, max_frames_per_traj=0)  # switched off
+
+
+@pytest.mark.parametrize("wrap", [lambda make: make, lambda make: lambda: SerialEnv(2, make)], ids=["env", "SerialEnv"])
+@over(HERE)
+def test_set_truncated_needs_the_entry(make: Make, wrap: Any) -> None:
+    def without() -> CountingEnv:
+        env = CountingEnv()
+        env.has_truncated = False
+        return env
+
+    with pytest.raises(RuntimeError, match=r"set_truncated=True.*'truncated'"):
+        make(wrap(without), set_truncated=True)
+
+
+def test_versions_of_a_batched_env_need_the_instance(make: Make) -> None:
+    with pytest.raises(RuntimeError, match=r"track_policy_version=True.*\[2\].*PolicyVersion\(\)"):
+        make(lanes=2, track_policy_version=True)
+
+
+def test_an_env_of_the_user_is_left_open_when_the_collector_cannot_be_made() -> None:
+    env = CountingEnv((2,))
+    with pytest.raises(RuntimeError):
+        Collector(env, frames_per_batch=10, track_policy_version=True)
+    assert not env.is_closed
+
+
+@pytest.mark.parametrize("options", [{"track_policy_version": True}, {"replay_buffer": buffer(ndim=3)}], ids=", ".join)
+def test_an_env_from_a_factory_is_closed_when_the_collector_cannot_be_made(options: dict[str, Any]) -> None:
+    made: list[EnvBase] = []
+
+    def factory() -> EnvBase:
+        made.append(CountingEnv((2,)))
+        return made[-1]
+
+    with pytest.raises((RuntimeError, ValueError)):
+        Collector(factory, frames_per_batch=10, **options)
+    assert made[0].is_closed
+
+
 @pytest.mark.parametrize(
-    ("old", "given", "kept"),
+    ("first", "second", "word"),
     [
-        ("devices", "cpu", "cpu"),
-        ("devices", ["cpu"], "cpu"),
-        ("passing_devices", ["cpu"], "cpu"),
-        ("passing_devices", torch.device("cpu"), torch.device("cpu")),
-        ("exploration_mode", "mode", ExplorationType.MODE),
-        ("exploration_mode", "Random", ExplorationType.RANDOM),
-        ("exploration_mode", ExplorationType.MEAN, ExplorationType.MEAN),
+        (lambda: CountingEnv((2,)), lambda: CountingEnv((3,)), "batch_size"),
+        (CountingEnv, lambda: CountingEnv(kind="dict"), "entries"),
     ],
+    ids=["lanes", "entries"],
 )
-def test_an_old_name_works_and_warns_its_caller(old: str, given: Any, kept: Any) -> None:
-    with pytest.warns(DeprecationWarning, match=f"{old} is an old name; use {SYNONYMS[old]}") as caught:
-        collector = Collector(CountingEnv(), frames_per_batch=10, **{old: given})
+@over([SYNC_HERE, ASYNC_HERE])
+def test_workers_must_agree_on_the_layout(make: Make, first: Any, second: Any, word: str) -> None:
+    with pytest.raises(ValueError, match=rf"worker 1 .* differs from worker 0 .* {word}"):
+        make([first, second])
+
+
+@over([SYNC])
+def test_tensors_with_gradients_may_be_given(make: Make) -> None:
+    """TorchRL refuses them; here they are sent by value."""
+    weight = torch.ones(2, requires_grad=True)
+
+    def policy(observation: torch.Tensor) -> torch.Tensor:
+        return observation[..., :2] * 0 + weight.detach()
+
+    assert (make(None, policy, workers=1).next()["action"] == 1).all()
+
+
+@over([SYNC_HERE])
+@pytest.mark.parametrize("dim", [-3, 2])
+def test_a_dimension_that_batches_have_not_is_refused(make: Make, dim: int) -> None:
+    with pytest.raises(ValueError, match=f"cat_results={dim}"):
+        make(None, net(), cat_results=dim)
+
+
+@over([SYNC, ASYNC])
+def test_a_worker_that_takes_too_long_to_begin_is_named(make: Make) -> None:
+    def forever() -> CountingEnv:
+        threading.Event().wait(60)
+        return CountingEnv()
+
+    with pytest.raises(TimeoutError, match=r"Worker [01] .* start_timeout_s"):
+        make([CountingEnv, forever], start_timeout_s=0.6)
+
+
+# -- calls ----------------------------------------------------------------------------------------------------------
+
+
+@over([SYNC_HERE, ASYNC_HERE])
+def test_calls_that_are_refused_leave_it_none_the_worse(make: Make) -> None:
+    collector = make(None, net())
+    with pytest.raises(ValueError, match=r"stats\(workers=.*'x'"):
+        collector.stats(workers="x")
+    with pytest.raises(ValueError, match="2 workers, got 1"):
+        collector.map_fn("set_seed", [(1,)])
+    with pytest.raises(ValueError, match="2 workers"):
+        collector.map_fn("set_seed", [(1,), (2,)], [{}])
+    with pytest.raises(ValueError, match="cannot be called with arguments"):
+        collector.cascade_execute("env.batch_size", 3)
+    with pytest.raises(AttributeError, match="nothing"):
+        collector.get_distant_attr("nothing")
+    collector.next()
+    with pytest.raises((TypeError, ValueError), match="seed"):
+        collector.set_seed("one")
+    assert collector.next().shape[-1] == 10
+
+
+@over(HERE)
+@pytest.mark.parametrize(("seed", "error"), [(-1, ValueError), (None, TypeError), (1.5, TypeError), (True, TypeError)])
+def test_seeds_that_are_none_are_refused_by_name(make: Make, seed: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="seed must"):
+        make().set_seed(seed)
+
+
+# -- what is accepted -----------------------------------------------------------------------------------------------
+
+SAID: list[dict[str, Any]] = [
+    {"use_buffers": False},
+    {"use_buffers": True},
+    {"total_frames": None},
+    {"device": "cpu"},
+    {"policy_device": torch.device("cpu")},
+    {"create_env_kwargs": {"lengths": 3}},
+    {"no_cuda_sync": True},
+    {"trust_policy": True},
+    {"fast_policy": False},
+    {"worker_idx": 3},
+    {"track_policy_version": True},
+    {"track_policy_version": PolicyVersion()},
+    {"track_policy_version": False},
+]
+SAID_OF_MANY: list[dict[str, Any]] = [
+    {"num_collectors": 2},
+    {"backend": "process"},
+    {"num_workers": 2},
+    {"storing_device": ["cpu", "cpu"]},
+    {"env_device": ["cpu", torch.device("cpu")]},
+    {"create_env_kwargs": [{"lengths": 3}, {"lengths": 4}]},
+    {"frames_per_batch": (5, 5)},
+    {"max_staleness": 0},
+    {"max_staleness": 3},
+    {"preemptive_threshold": 1.0},
+    {"cat_results": "stack"},
+    {"mp_start_method": "spawn"},
+    {"stall_warning_s": 1, "start_timeout_s": 60, "max_restarts": 0},
+]
+MAY = [
+    *((kind, options) for kind in HERE for options in SAID),
+    *((SINGLE, options) for options in ({"backend": "direct"}, {"num_collectors": 1}, {"backend_options": {}})),
+    *((kind, options) for kind in (SYNC_HERE, ASYNC_HERE) for options in SAID_OF_MANY),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), MAY, ids=[f"{kind}-{', '.join(options)}" for kind, options in MAY])
+def test_what_may_be_said(make: Make, kind: Kind, options: dict[str, Any]) -> None:
+    collector = make(CountingEnv, net(), **options)
+    assert collector.next().get("observation").shape[-1] == 3
+    assert not kind.workers or collector.num_workers == 2
+
+
+@pytest.mark.parametrize("name", ["collector_class", "weight_sync_schemes", "weight_updater", "weight_recv_schemes"])
+@over([SYNC_HERE, ASYNC_HERE])
+def test_arguments_without_effect_say_so(make: Make, name: str) -> None:
+    with pytest.warns(UserWarning, match=f"{name}=.*no effect"):
+        assert make(None, net(), **{name: object}).next() is not None
+
+
+def test_sync_chooses_the_class() -> None:
+    for is_sync, of in ((True, MultiSyncCollector), (False, MultiAsyncCollector)):
+        with MultiCollector([CountingEnv] * 2, sync=is_sync, frames_per_batch=10, debug=True) as collector:
+            assert type(collector) is of
+            assert isinstance(collector, MultiCollector)
+            assert not isinstance(collector, Collector)
+            collector.next()
+
+
+@over(HERE)
+def test_a_subclass_stays_what_it_is(kind: Kind) -> None:
+    mine = type("Mine", (kind.of,), {})
+    with dataclasses.replace(kind, of=mine).build() as collector:
+        assert type(collector) is mine
+
+
+@over([SYNC_HERE, ASYNC_HERE])
+def test_a_factory_for_all_workers(kind: Kind) -> None:
+    with kind.of(CountingEnv, num_workers=3, frames_per_batch=12, debug=True) as collector:
+        assert collector.num_workers == 3
+        assert collector.next().shape == ((3, 4) if kind.joins else (12,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "given", "kept"),
+    [
+        (SINGLE, "devices", "cpu", "cpu"),
+        (SINGLE, "devices", ["cpu"], "cpu"),
+        (SINGLE, "passing_devices", ["cpu"], "cpu"),
+        (SINGLE, "passing_devices", torch.device("cpu"), torch.device("cpu")),
+        (SINGLE, "exploration_mode", "mode", ExplorationType.MODE),
+        (SINGLE, "exploration_mode", "Random", ExplorationType.RANDOM),
+        (SINGLE, "exploration_mode", ExplorationType.MEAN, ExplorationType.MEAN),
+        (SYNC_HERE, "devices", ["cpu", "cpu"], ["cpu", "cpu"]),
+        (SYNC_HERE, "devices", ["cpu"], "cpu"),
+        (SYNC_HERE, "devices", "cpu", "cpu"),
+        (ASYNC_HERE, "passing_devices", ["cpu", "cpu"], ["cpu", "cpu"]),
+        (ASYNC_HERE, "exploration_mode", "mode", ExplorationType.MODE),
+    ],
+    ids=str,
+)
+def test_an_old_name_works_and_warns_its_caller(kind: Kind, old: str, given: Any, kept: Any) -> None:
+    env: Any = [CountingEnv] * 2 if kind.workers else CountingEnv
+    with pytest.warns(DeprecationWarning, match=f"{old} is an old name; use {OLD_NAMES[old]}") as caught:
+        collector = kind.of(env, net(), frames_per_batch=10, **kind.options, **{old: given})
     assert caught[0].filename == __file__
-    assert getattr(collector.config, SYNONYMS[old]) == kept
-    assert collector.next().shape == (10,)
+    assert getattr(collector.config, OLD_NAMES[old]) == kept
+    assert collector.next() is not None
     collector.shutdown()
 
 
-def test_old_and_new_name_exclude_each_other() -> None:
-    refuse(TypeError, ["devices='cpu'", "policy_device='cpu'"], devices="cpu", policy_device="cpu")
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_an_unknown_exploration_mode_is_told_the_nearest() -> None:
-    refuse(ValueError, ["exploration_mode='randm'", "Did you mean 'random'?"], exploration_mode="randm")
+def test_old_names_of_classes() -> None:
+    for old, new in {
+        "DataCollectorBase": "BaseCollector",
+        "SyncDataCollector": "Collector",
+        "aSyncDataCollector": "AsyncCollector",
+        "_MultiDataCollector": "MultiCollector",
+        "MultiSyncDataCollector": "MultiSyncCollector",
+        "MultiaSyncDataCollector": "MultiAsyncCollector",
+    }.items():
+        assert getattr(swath.collectors, old) is getattr(swath.collectors, new)
+    assert issubclass(Collector, torch.utils.data.IterableDataset)
 
 
 # -- what there is --------------------------------------------------------------------------------------------------
@@ -374,53 +660,59 @@ DEFAULTS = {
     "progress": False,
     "fast_policy": True,
 }
-"""Of all fields that are not None by default."""
+"""Of all arguments that are not None by default."""
 
 
 def test_defaults() -> None:
-    config = CollectorConfig(frames_per_batch=10)
-    given = {name: getattr(config, name) for name in FIELDS if name != "frames_per_batch"}
+    config = CollectorConfig(Factory(), frames_per_batch=10)
+    given = {name: getattr(config, name) for name in arguments(Collector) if name != "frames_per_batch"}
     assert {name: value for name, value in given.items() if value is not None} == DEFAULTS
 
 
-def test_the_signature_shows_all_arguments() -> None:
-    parameters = inspect.signature(Collector).parameters
-    assert list(parameters) == ["create_env_fn", "policy", *FIELDS]
+@pytest.mark.parametrize("of", [Collector, *WORKERS])
+def test_the_signature_shows_all_arguments(of: Any) -> None:
+    parameters = inspect.signature(of).parameters
+    assert list(parameters)[:2] == ["create_env_fn", "policy"]
     assert parameters["policy"].default is None
     assert parameters["frames_per_batch"].default is inspect.Parameter.empty
-    assert all(parameters[name].default == value for name, value in DEFAULTS.items())
-    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in FIELDS)
+    defaults = dict(DEFAULTS)
+    if of is not Collector:
+        defaults |= {"num_sub_threads": 1, "on_worker_failure": "raise"}
+        del defaults["track_policy_version"]  # async batches carry it unless they are told not to
+    assert all(parameters[name].default == value for name, value in defaults.items())
+    assert all(one.kind is one.KEYWORD_ONLY for one in list(parameters.values())[2:])
 
 
-def test_every_field_is_described() -> None:
-    described = inspect.getdoc(CollectorConfig) or ""
-    assert [name for name in FIELDS if f"    {name}: " not in described] == []
+def test_every_argument_is_described() -> None:
+    described = "".join(inspect.getdoc(one) or "" for one in (MultiConfig, CollectorConfig, CommonConfig))
+    assert [name for name in arguments(MultiSyncCollector) if f"    {name}: " not in described] == []
 
 
 def test_a_config_cannot_be_changed() -> None:
-    config = CollectorConfig(frames_per_batch=10)
+    config = CollectorConfig(Factory(), frames_per_batch=10)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.frames_per_batch = 5  # type: ignore[misc]
 
 
 def test_numbers_of_numpy_are_whole_numbers_too() -> None:
-    config = CollectorConfig(frames_per_batch=np.int64(10), total_frames=np.int32(100))  # type: ignore[arg-type]
+    config = CollectorConfig(Factory(), frames_per_batch=np.int64(10), total_frames=np.int32(100))  # type: ignore[arg-type]
     assert type(config.frames_per_batch) is int
     assert type(config.total_frames) is int
 
 
-def test_the_caller_keeps_its_arguments() -> None:
-    options: dict[str, Any] = {"frames_per_batch": 10, "create_env_kwargs": {"batch_size": (2,)}, "num_collectors": 1}
+@over(HERE)
+def test_the_caller_keeps_its_arguments(kind: Kind) -> None:
+    options: dict[str, Any] = {"frames_per_batch": 10, "create_env_kwargs": {"batch_size": (2,)}, **kind.options}
     before = {**options, "create_env_kwargs": dict(options["create_env_kwargs"])}
-    Collector(Factory(), None, **options).shutdown()
+    kind.of([CountingEnv], None, **options).shutdown()
     assert options == before
 
 
-def test_good_arguments_do_not_warn() -> None:
+@over(HERE)
+def test_good_arguments_do_not_warn(make: Make) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        env = SerialEnv(2, lambda: GymEnv(CountingGymEnv()))
-        Collector(env, None, frames_per_batch=10, total_frames=20, trajs_per_batch=2).shutdown()
+        make(lambda: SerialEnv(2, lambda: GymEnv(CountingGymEnv())), lanes=2, batches=2, trajs_per_batch=2)
 
 
 def test_a_subclass_may_have_arguments_of_its_own() -> None:
@@ -431,12 +723,9 @@ def test_a_subclass_may_have_arguments_of_its_own() -> None:
     class Mine(Collector):
         config_class = Config
 
-    with Mine(CountingEnv(), frames_per_batch=10, flavour="sweet") as collector:
-        assert collector.config == Config(frames_per_batch=10, flavour="sweet")
+    env = CountingEnv()
+    with Mine(env, frames_per_batch=10, flavour="sweet") as collector:
+        assert collector.config == Config(env, frames_per_batch=10, flavour="sweet")
     assert list(inspect.signature(Mine).parameters)[-1] == "flavour"
     with pytest.raises(TypeError, match=r"Mine got an unknown argument: flavor='x'. Did you mean 'flavour'\?"):
         Mine(CountingEnv(), frames_per_batch=10, flavor="x")
-
-
-def test_elsewhere_is_no_field() -> None:
-    assert not set(ELSEWHERE) & set(FIELDS)

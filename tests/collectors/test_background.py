@@ -1,12 +1,8 @@
-"""Collecting in a thread beside the trainer: starting, resting, stopping, failing, and keeping out of its way."""
+"""Collecting beside the trainer: starting, resting, stopping, failing, and keeping out of its way."""
 
 import contextlib
 import gc
-import os
-import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 import traceback
@@ -19,13 +15,15 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from common import STEP, Pair, StopAfter, actor, assert_trajectories, bounded, buffer, net, saved, until
+from inside import PATIENCE, SWITCH_S, WORKER_BITS, resting, steps_made
+from kinds import ASYNC, FREE, SINGLE, SPREAD, Kind, Make, over
 from tensordict import TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
 from swath.collectors import Collector, PolicyVersion
-from swath.collectors.background import SWITCH_S
-from swath.data import LazyTensorStorage, RateLimiter, ReplayBuffer, SliceSampler
+from swath.data import PrioritizedSampler, RateLimiter, SliceSampler
 from swath.errors import ClosedError, NotANumberWarning
 from swath.keys import MASK, TRAJ_IDS, TRUNCATED, after
 from swath.modules import ExplorationType, exploration_type, set_exploration_type
@@ -40,8 +38,8 @@ from swath.testing import (
 )
 
 pytestmark = pytest.mark.timeout(60)
-Make = Callable[..., Collector]
-STEP = 2
+NO_END = 10_000_000
+"""The length of an episode that does not end."""
 
 
 def threads() -> list[threading.Thread]:
@@ -49,51 +47,22 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("swath-")]
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> None:
-    """Until `condition` holds; fails if that takes too long."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "what was waited for has not come"
-        time.sleep(0.001)
-
-
-def bounded(call: Callable[[], Any], seconds: float = 10.0) -> Any:
-    """What `call` returns or raises in another thread; fails if that takes too long."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append((call(), None))
-        except BaseException as error:
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert outcome, f"it has not come back within {seconds} s"
-    result, error = outcome[0]
-    if error is not None:
-        raise error
-    return result
-
-
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     interval, before = sys.getswitchinterval(), set(threads())
     yield
-    wait_for(lambda: set(threads()) <= before)
+    until(lambda: set(threads()) <= before)
     assert sys.getswitchinterval() == interval
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
-    """Makes collectors that are shut down after the test; of one counting env with long episodes, by 10 frames."""
-    made: list[Collector] = []
+def make(kind: Kind) -> Iterator[Make]:
+    """Makes collectors with buffers and long episodes, by 10 steps, that are shut down after the test."""
+    made: list[Any] = []
 
-    def build(env: Any = None, policy: Any = None, **options: Any) -> Collector:
-        options.setdefault("frames_per_batch", 10)
-        options.setdefault("replay_buffer", buffer())
-        made.append(Collector(CountingEnv(lengths=10_000_000) if env is None else env, policy, **options))
+    def build(*args: Any, **options: Any) -> Any:
+        options.setdefault("replay_buffer", buffer(100_000))
+        made.append(kind.build(*args, **{"lengths": NO_END, **options}))
         return made[-1]
 
     yield build
@@ -101,40 +70,20 @@ def make() -> Iterator[Make]:
         collector.shutdown(raise_on_error=False)
 
 
-def buffer(size: int = 100_000, **options: Any) -> ReplayBuffer:
-    return ReplayBuffer(storage=LazyTensorStorage(size), **options)
+def kept(collector: Any) -> Any:
+    return collector.replay_buffer
 
 
-def kept(collector: Collector) -> ReplayBuffer:
-    return collector.config.replay_buffer
-
-
-def grow(collector: Collector, frames: int = 50) -> None:
+def grow(collector: Any, frames: int = 50) -> None:
     """Until so many more frames are in the buffer."""
     wanted = kept(collector).write_count + frames
-    wait_for(lambda: kept(collector).write_count >= wanted or not collector.is_running())
+    until(lambda: kept(collector).write_count >= wanted or not collector.is_running())
 
 
 def newest(collector: Collector) -> TensorDictBase:
     """The last frame that was written."""
     with collector.pause():
         return kept(collector)[-1]
-
-
-def net() -> TensorDictModule:
-    return TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["action"])
-
-
-def actor() -> ProbabilisticTensorDictSequential:
-    return ProbabilisticTensorDictSequential(
-        TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["logits"]),
-        ProbabilisticTensorDictModule(
-            in_keys=["logits"],
-            out_keys=["action"],
-            distribution_class=torch.distributions.OneHotCategorical,
-            return_log_prob=True,
-        ),
-    )
 
 
 class GatedEnv(CountingGymEnv):
@@ -150,94 +99,89 @@ class GatedEnv(CountingGymEnv):
         return super().step(action)
 
 
-def assert_in_order(frames: TensorDictBase) -> None:
-    """Frames of one lane as they were written: each id is one run of consecutive steps from its beginning."""
-    numbers, ids = counted(frames), frames.get(TRAJ_IDS).numpy()
-    joined = ids[1:] == ids[:-1]
-    np.testing.assert_array_equal(numbers[1:][joined], numbers[:-1][joined] + np.array([0, 0, 1]))
-    begins = np.r_[True, ~joined]
-    assert len(np.unique(ids[begins])) == begins.sum(), "a trajectory was torn apart"
-    assert (numbers[begins][:, STEP] == 0).all(), "a trajectory has lost its beginning"
-
-
 # -- starting -------------------------------------------------------------------------------------------------------
 
 
-def test_the_buffer_grows_by_itself(make: Make) -> None:
+@over(FREE)
+def test_the_buffer_grows_by_itself(make: Make, kind: Kind) -> None:
     collector = make()
     assert not collector.is_running()
     collector.start()
     assert collector.is_running()
+    before = threads()
+    collector.start()  # again, which changes nothing
+    assert threads() == before
+    assert len(kept(collector).sample(8)) == 8  # waits also for the first frame
     grow(collector, 300)
     collector.async_shutdown()
     assert not collector.is_running()
     frames = kept(collector)[:]
-    assert_frames_belong(frames)
+    assert_trajectories(frames)
     assert collector.stats()["frames"] == kept(collector).write_count == len(frames)
-    assert frames["observation"][0, STEP] == 0
-    assert collector.env.is_closed
+    assert len((frames[TRAJ_IDS] >> WORKER_BITS).unique()) == max(1, kind.workers)
+    assert kind.workers or (collector.env.is_closed and len(before) == 1)
 
 
 @pytest.mark.parametrize("options", [{"frames_per_batch": 1}, {"extend_buffer": False}, {"frames_per_batch": 100_000}])
 def test_what_was_begun_is_written_when_it_stops(make: Make, options: dict[str, Any]) -> None:
     collector = make(**options)
     collector.start()
-    wait_for(lambda: collector.env._count > 30)
+    until(lambda: steps_made(collector.env) > 30)
     collector.async_shutdown()
-    assert kept(collector)[:]["observation"][:, STEP].int().tolist() == list(range(int(collector.env._count)))
+    assert kept(collector)[:]["observation"][:, STEP].int().tolist() == list(range(steps_made(collector.env)))
 
 
-def test_starting_again_changes_nothing(make: Make) -> None:
-    collector = make()
-    collector.start()
-    before = threads()
-    collector.start()
-    assert threads() == before
-    assert len(before) == 1
-    grow(collector)
-
-
+@over(FREE)
 def test_start_goes_on_where_iterating_ended(make: Make) -> None:
-    collector = make()
+    collector = make(total_frames=200)
     collector.next()
     next(iter(collector))
     collector.start()
-    grow(collector)
-    collector.shutdown()
-    assert_frames_belong(kept(collector)[:])
+    until(lambda: not collector.is_running())
+    assert len(kept(collector)) == collector.stats()["frames"] == 200
+    assert_trajectories(kept(collector)[:])
 
 
-def test_start_needs_a_buffer() -> None:
-    with Collector(CountingEnv(), frames_per_batch=10) as collector:
-        with pytest.raises(RuntimeError, match="replay buffer"):
-            collector.start()
-        with pytest.raises(NotImplementedError):
-            collector.pause()
-        assert not collector.is_running()
-
-
+@over(FREE)
 def test_start_after_shutdown_is_refused(make: Make) -> None:
     collector = make()
     collector.shutdown()
     with pytest.raises(ClosedError):
         collector.start()
+
+
+def test_start_after_the_end_is_refused(make: Make) -> None:
     collector = make(total_frames=20)
     collector.start()
-    wait_for(lambda: not collector.is_running())
+    until(lambda: not collector.is_running())
     with pytest.raises(ClosedError):
         collector.start()
 
 
-@pytest.mark.parametrize("options", [{}, {"extend_buffer": False}, {"frames_per_batch": 7}, {"frames_per_batch": 500}])
-def test_total_frames_are_exact_and_the_end(make: Make, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"extend_buffer": False}, {"frames_per_batch": 7}, {"frames_per_batch": 500}, {"lanes": 3}], ids=str
+)
+@over(FREE)
+def test_total_frames_are_exact_and_the_end(make: Make, kind: Kind, options: dict[str, Any]) -> None:
     collector = make(total_frames=123, **options)
     collector.start()
-    wait_for(lambda: not collector.is_running())
+    until(lambda: not collector.is_running())
     assert kept(collector).write_count == collector.stats()["frames"] == 123
     assert collector.stats()["completed"]
+    assert_trajectories(kept(collector)[:])
+    if kind.workers:
+        collector.async_shutdown()
     assert collector.closed
-    assert collector.env.is_closed
     assert list(collector) == []
+
+
+@pytest.mark.parametrize(("total", "per_batch", "lanes"), [(101, 50, 0), (10, 60, 2), (1, 1, 0)])
+@over(SPREAD)
+def test_total_frames_of_three_workers_are_exact(make: Make, total: int, per_batch: int, lanes: int) -> None:
+    collector = make(workers=3, lanes=lanes, total_frames=total, frames_per_batch=per_batch)
+    collector.start()
+    until(lambda: not collector.is_running())
+    assert len(kept(collector)) == collector.stats()["frames"] == total
 
 
 def test_total_frames_are_exact_however_often_it_rests(make: Make) -> None:
@@ -255,15 +199,16 @@ def test_total_frames_that_are_collected_already_are_not_exceeded(make: Make) ->
     collector.rollout()
     collector.rollout()
     collector.start()
-    wait_for(lambda: not collector.is_running())
+    until(lambda: not collector.is_running())
     assert kept(collector).write_count == 0
     assert collector.stats()["frames"] == 20
 
 
+@over(FREE)
 def test_whole_episodes_only(make: Make) -> None:
-    collector = make(CountingEnv((2,), [3, 4, 7]), trajs_per_batch=1, trajs_per_write=3, total_frames=500)
+    collector = make(lanes=2, lengths=[3, 4, 7], trajs_per_batch=1, trajs_per_write=3, total_frames=500)
     collector.start()
-    wait_for(lambda: not collector.is_running())
+    until(lambda: not collector.is_running())
     frames = kept(collector)[:]
     assert MASK not in frames.keys(True)
     assert_whole_in_a_row(frames, lambda lane, episode: [3, 4, 7][episode % 3])
@@ -277,19 +222,12 @@ def test_hooks_may_be_set_while_it_runs(make: Make) -> None:
     collector.start()
     grow(collector)
     collector.set_post_collect_hook(lambda batch: seen.append(batch.shape))
-    wait_for(lambda: len(seen) > 3)
+    until(lambda: len(seen) > 3)
     assert seen[0] == (10,)
 
 
 def test_the_users_interruptor_still_counts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    class EverySeventh:
-        asked = 0
-
-        def collection_stopped(self) -> bool:
-            self.asked += 1
-            return self.asked % 7 == 0
-
-    collector = make(interruptor=EverySeventh(), frames_per_batch=1000)
+    collector = make(interruptor=StopAfter(7), frames_per_batch=1000)
     sizes: list[int] = []
     original = kept(collector).write
 
@@ -299,7 +237,7 @@ def test_the_users_interruptor_still_counts(make: Make, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(kept(collector), "write", write)
     collector.start()
-    wait_for(lambda: len(sizes) > 5)
+    until(lambda: len(sizes) > 5)
     collector.shutdown()
     assert set(sizes[:-1]) == {7}
 
@@ -330,25 +268,32 @@ def test_two_collectors_into_one_buffer(make: Make) -> None:
 # -- resting --------------------------------------------------------------------------------------------------------
 
 
-def assert_frozen(collector: Collector) -> None:
-    before = kept(collector).write_count, int(collector.env._count)
+def assert_frozen(collector: Any) -> None:
+    before = kept(collector).write_count, collector.stats()["frames"]
     time.sleep(0.03)  # nothing must happen, and nothing can be waited for
-    assert (kept(collector).write_count, int(collector.env._count)) == before
+    assert (kept(collector).write_count, collector.stats()["frames"]) == before
 
 
+@over(FREE)
 def test_pause_freezes_and_goes_on(make: Make) -> None:
-    collector = make()
+    collector = make(None, net(1.0))
     collector.start()
     for _ in range(3):
         grow(collector)
         with collector.pause():
             assert_frozen(collector)
             assert collector.is_running()
-    grow(collector)
+    with collector.pause():
+        collector.update_policy_weights_(net(2.0))
+        assert collector.getattr_env("batch_size") == torch.Size([])
+    grow(collector, 100)
     collector.shutdown()
-    assert_frames_belong(kept(collector)[:])
+    frames = kept(collector)[:]
+    assert_trajectories(frames)
+    assert set(frames["action"].unique().tolist()) == {1.0, 2.0}
 
 
+@over(FREE)
 def test_pause_inside_pause(make: Make) -> None:
     collector = make()
     collector.start()
@@ -392,12 +337,11 @@ def test_pause_ends_with_an_error_inside(make: Make) -> None:
     grow(collector)
 
 
-def test_pause_before_start_and_after_the_end(make: Make) -> None:
+@over(FREE)
+def test_pause_after_the_end(make: Make) -> None:
     collector = make(total_frames=20)
-    with collector.pause():
-        pass
     collector.start()
-    wait_for(lambda: not collector.is_running())
+    until(lambda: not collector.is_running())
     with collector.pause():
         pass
 
@@ -408,7 +352,7 @@ def test_pause_waits_for_a_long_step_no_longer_than_told(make: Make) -> None:
     collector.start()
     assert env.entered.wait(20)
     begun = time.monotonic()
-    with pytest.raises(TimeoutError, match="not come to rest"), collector._background.resting(0.2):
+    with pytest.raises(TimeoutError, match="not come to rest"), resting(collector, 0.2):
         pass
     assert time.monotonic() - begun < 5
     env.gate.set()
@@ -436,17 +380,17 @@ def test_hooks_may_ask_everything_of_their_own_collector(make: Make) -> None:
 
     collector = make(post_collect_hook=hook, total_frames=50)
     collector.start()
-    wait_for(lambda: not collector.is_running())
+    until(lambda: not collector.is_running())
     assert states == [10, 20, 30, 40, 50]
 
 
 def test_a_hook_may_shut_its_collector_down(make: Make) -> None:
     collector = make(post_collect_hook=lambda batch: collector.shutdown() if kept(collector).write_count > 50 else None)
     collector.start()
-    wait_for(lambda: not collector.is_running())
+    until(lambda: not collector.is_running())
     assert collector.closed
     assert collector.env.is_closed
-    assert kept(collector).write_count == 70
+    until(lambda: kept(collector).write_count == 70)  # what it had collected is written
 
 
 # -- iterating ------------------------------------------------------------------------------------------------------
@@ -456,24 +400,27 @@ USES: dict[str, Callable[[Collector], Any]] = {
     "for": lambda collector: next(iter(collector)),
     "iterator": lambda collector: next(collector.iterator()),
     "rollout": lambda collector: collector.rollout(),
-    "fill": lambda collector: collector.fill(),
 }
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    ("kind", "use"),
+    [*((SINGLE, use) for use in USES), *((kind, use) for kind in SPREAD for use in ("next", "rollout"))],
+    ids=str,
+)
 def test_iterating_while_it_runs_is_refused(make: Make, use: str) -> None:
     collector = make()
     collector.start()
     for _ in range(3):
-        with pytest.raises(RuntimeError, match="pause"):
+        with pytest.raises(RuntimeError, match=r"pause|sample"):
             USES[use](collector)
     with collector.pause():
         pass
-    with pytest.raises(RuntimeError, match="pause"):
+    with pytest.raises(RuntimeError, match=r"pause|sample"):
         USES[use](collector)
     grow(collector)
     collector.shutdown()
-    assert_frames_belong(kept(collector)[:])
+    assert_trajectories(kept(collector)[:])
 
 
 @pytest.mark.parametrize("use", ["next", "for"])
@@ -524,22 +471,52 @@ def test_iterating_to_the_end_inside_pause(make: Make) -> None:
 # -- everything else while it runs ----------------------------------------------------------------------------------
 
 
+@over(FREE)
 def test_state_dict_is_of_one_moment(make: Make) -> None:
-    collector = make(CountingEnv(lengths=[3, 50, 700]), actor())
+    collector = make(None, net(1.0), lengths=[3, 50, 700])
     collector.start()
-    for _ in range(20):
-        grow(collector, 5)
+    for _ in range(5):
+        grow(collector, 20)
+        assert saved(collector.state_dict())["frames"] >= 20
+        assert collector.is_running()
         with collector.pause():
             state = collector.state_dict()
             assert state["frames"] == kept(collector).write_count == collector.stats()["frames"]
     grow(collector)
-    twin = make(policy=actor(), total_frames=state["frames"] + 50)
+    collector.async_shutdown()
+    twin = make(None, net(0.0), total_frames=state["frames"] + 50)
     twin.load_state_dict(state)
     twin.start()
-    wait_for(lambda: not twin.is_running())
+    until(lambda: not twin.is_running())
     assert kept(twin).write_count == 50
+    assert twin.stats()["frames"] == state["frames"] + 50
+    assert (kept(twin)[:]["action"] == 1.0).all()
+
+
+def test_ids_of_a_state_are_not_used_again(make: Make) -> None:
+    collector = make(lengths=[3, 50])
+    collector.start()
+    grow(collector, 200)
+    state = collector.state_dict()
+    twin = make(total_frames=state["frames"] + 50)
+    twin.load_state_dict(state)
+    list(twin)
     old, new = (set(kept(one)[:].get(TRAJ_IDS).unique().tolist()) for one in (collector, twin))
     assert not {id for id in old if id < state["traj_pool"]} & new
+
+
+@over(SPREAD)
+def test_control_while_workers_run(make: Make) -> None:
+    collector = make(None, net(1.0), lengths=[300, 50])
+    collector.start()
+    for call in (lambda: collector.set_seed(3), collector.reset, collector.state_dict, collector.stats):
+        grow(collector)
+        call()
+    assert collector.get_distant_attr("env.batch_size") == [torch.Size([])] * 2
+    grow(collector)
+    assert collector.is_running()
+    collector.async_shutdown()
+    assert_trajectories(kept(collector)[:])
 
 
 def test_load_state_dict_reset_and_set_seed_while_it_runs(make: Make) -> None:
@@ -557,7 +534,7 @@ def test_load_state_dict_reset_and_set_seed_while_it_runs(make: Make) -> None:
         calls[number % len(calls)]()
     grow(collector)
     collector.shutdown()
-    assert_in_order(kept(collector)[:])
+    assert_trajectories(kept(collector)[:])
 
 
 def test_set_seed_while_it_runs_decides_what_follows(make: Make) -> None:
@@ -570,13 +547,13 @@ def test_set_seed_while_it_runs_decides_what_follows(make: Make) -> None:
         if runs:
             collector.start()
             grow(collector, 25)
-        with collector.pause():
+        with collector.pause() if runs else contextlib.nullcontext():
             collector.set_seed(3)
             begin = kept(collector).write_count
         if not runs:
             for _ in range(10):
                 collector.next()
-        wait_for(lambda: kept(collector).write_count >= begin + 100)
+        until(lambda: kept(collector).write_count >= begin + 100)
         collector.shutdown()
         return kept(collector)[begin : begin + 100]["action"]
 
@@ -600,6 +577,7 @@ def test_stats_may_be_asked_at_any_moment(make: Make) -> None:
 # -- stopping -------------------------------------------------------------------------------------------------------
 
 
+@over(FREE)
 def test_shutdown_twice(make: Make) -> None:
     collector = make()
     collector.start()
@@ -608,12 +586,24 @@ def test_shutdown_twice(make: Make) -> None:
         stop()
     assert not threads()
     assert not collector.is_running()
+    other = make()
+    other.async_shutdown()  # which was not started
+    assert other.closed
 
 
-def test_async_shutdown_of_a_collector_that_was_not_started(make: Make) -> None:
-    collector = make()
+@over(FREE)
+def test_async_shutdown_stops_at_once(make: Make) -> None:
+    class Slow(CountingEnv):
+        def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+            time.sleep(0.005)
+            return super()._step(tensordict)
+
+    collector = make(Slow, frames_per_batch=10_000)
+    collector.start()
+    begin = time.monotonic()
     collector.async_shutdown()
-    assert collector.closed
+    assert time.monotonic() - begin < 5.0
+    assert not collector.is_running()
 
 
 def test_the_env_may_be_left_open(make: Make) -> None:
@@ -626,12 +616,13 @@ def test_the_env_may_be_left_open(make: Make) -> None:
     assert env.rollout(3).shape == (3,)
 
 
-def test_a_with_block_stops_it() -> None:
-    with Collector(CountingEnv(), frames_per_batch=10, replay_buffer=buffer()) as collector:
+@over(FREE)
+def test_a_with_block_stops_it(make: Make) -> None:
+    with make() as collector:
         collector.start()
         grow(collector)
     assert not threads()
-    assert collector.env.is_closed
+    assert collector.closed
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -658,7 +649,7 @@ def test_shutdown_during_a_long_step_is_bounded_and_told(make: Make) -> None:
     assert collector.closed
     assert not env.is_closed, "it is still being stepped"
     env.gate.set()
-    wait_for(lambda: not threads())
+    until(lambda: not threads())
     collector.shutdown()
     assert env.is_closed
 
@@ -672,8 +663,8 @@ def test_a_forgotten_collector_is_freed_and_its_thread_ends() -> None:
     gc.disable()
     try:
         del collector
-        wait_for(lambda: ref() is None)
-        wait_for(lambda: not threads())
+        until(lambda: ref() is None)
+        until(lambda: not threads())
     finally:
         gc.enable()
 
@@ -685,8 +676,8 @@ def test_a_collector_that_is_forgotten_while_it_rests() -> None:
         ref = weakref.ref(collector)
         del collector
         gc.collect()
-    wait_for(lambda: ref() is None)
-    wait_for(lambda: not threads())
+    until(lambda: ref() is None)
+    until(lambda: not threads())
 
 
 def test_fifty_lives_leave_nothing() -> None:
@@ -708,98 +699,6 @@ def test_fifty_lives_leave_nothing() -> None:
     assert threading.active_count() == before[0]
     assert process.num_fds() == before[1]
     assert process.memory_info().rss - before[2] < 20e6
-
-
-BEGIN = """
-import signal, sys, threading, time
-from swath.collectors import Collector
-from swath.data import LazyTensorStorage, ReplayBuffer
-from swath.testing import CountingEnv, CountingGymEnv
-
-buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=8)
-env = CountingEnv()
-"""
-
-
-def script(text: str, stop: bool = False) -> tuple[int, str, float]:
-    """Run a program; the exit code, what it said on stderr, and how long it took from the word "ready" on."""
-    program = subprocess.Popen(
-        [sys.executable, "-u", "-c", BEGIN + textwrap.dedent(text)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        assert program.stdout is not None
-        assert "ready" in program.stdout.readline()
-        begun = time.monotonic()
-        if stop:
-            program.send_signal(signal.SIGINT)
-        _, errors = program.communicate(timeout=30)
-        return program.returncode, errors, time.monotonic() - begun
-    finally:
-        program.kill()
-        program.wait()
-
-
-def test_a_program_may_end_without_shutdown() -> None:
-    code, errors, seconds = script(
-        """
-        collector = Collector(env, frames_per_batch=10, replay_buffer=buffer)
-        collector.start()
-        buffer.sample()
-        print("ready")
-        """
-    )
-    assert (code, errors) == (0, "")
-    assert seconds < 10
-
-
-def test_a_program_may_end_during_a_long_step() -> None:
-    code, errors, seconds = script(
-        """
-        from swath.collectors import background
-
-        class Slow(CountingGymEnv):
-            def step(self, action):
-                if self.count == 15:
-                    hanging.set()
-                    time.sleep(3600)
-                return super().step(action)
-
-        background.STOP_S = 0.3
-        hanging = threading.Event()
-        collector = Collector(Slow(lengths=100), frames_per_batch=10, replay_buffer=buffer)
-        collector.start()
-        hanging.wait(20)
-        print("ready")
-        """
-    )
-    assert code == 0
-    assert "did not end in time" in errors
-    assert "Traceback" not in errors
-    assert seconds < 10
-
-
-@pytest.mark.parametrize("block", ["with collector", "if True"])
-def test_a_program_ends_on_ctrl_c(block: str) -> None:
-    code, errors, seconds = script(
-        f"""
-        collector = Collector(env, frames_per_batch=10, replay_buffer=buffer)
-        {block}:
-            collector.start()
-            buffer.sample()
-            print("ready")
-            while True:
-                buffer.sample()
-        """,
-        stop=True,
-    )
-    assert code in (-signal.SIGINT, 130)
-    assert errors.count("Traceback") == 1
-    assert "KeyboardInterrupt" in errors
-    assert seconds < 10
 
 
 # -- failing --------------------------------------------------------------------------------------------------------
@@ -847,21 +746,21 @@ MESSAGES = {"write": r"'action'.*shape \(1,\)"}
 
 
 def sampled(collector: Collector) -> None:
-    wait_for(lambda: kept(collector).sample(4) is None)
+    until(lambda: kept(collector).sample(4) is None)
 
 
 def asked(collector: Collector) -> None:
-    wait_for(lambda: not collector.is_running())
+    until(lambda: not collector.is_running())
 
 
 def stopped(collector: Collector) -> None:
-    wait_for(lambda: not threads())
+    until(lambda: not threads())
     collector.async_shutdown()
 
 
 def left(collector: Collector) -> None:
     with collector:
-        wait_for(lambda: not threads())
+        until(lambda: not threads())
 
 
 def sampled_in_a_with_block(collector: Collector) -> None:
@@ -904,7 +803,7 @@ def test_an_error_does_not_hide_the_one_that_ended_the_block(make: Make) -> None
     def train() -> None:
         with make(env, **options) as collector:
             collector.start()
-            wait_for(lambda: not threads())
+            until(lambda: not threads())
             raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
@@ -915,7 +814,7 @@ def test_an_error_is_the_same_each_time_it_is_told(make: Make) -> None:
     env, options, kind, _ = failing("env.step")
     collector = make(env, **options)
     collector.start()
-    wait_for(lambda: not threads())
+    until(lambda: not threads())
     lengths = []
     for _ in range(5):
         with pytest.raises(kind) as caught:
@@ -929,7 +828,7 @@ def test_starting_again_after_an_error_is_no_silent_success(make: Make, where: s
     env, options, kind, _ = failing(where)
     collector = make(env, **options)
     collector.start()
-    wait_for(lambda: not threads())
+    until(lambda: not threads())
     with pytest.raises((kind, ClosedError)):
         collector.start()
 
@@ -947,7 +846,7 @@ def test_warnings_come_through(make: Make) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         collector.start()
-        wait_for(lambda: kept(collector).write_count >= 40)
+        until(lambda: kept(collector).write_count >= 40)
     assert [warning.category for warning in caught] == [NotANumberWarning]
     assert "lane 0" in str(caught[0].message)
     assert collector.is_running()
@@ -963,23 +862,6 @@ def test_warnings_that_are_errors_are_errors(make: Make) -> None:
 
 
 # -- weights --------------------------------------------------------------------------------------------------------
-
-
-class Pair(nn.Module):
-    """Tells its two weights, which should be equal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-
-    def forward(self, observation: Tensor) -> Tensor:
-        shape = (*observation.shape[:-1], 1)
-        return torch.cat([self.a.expand(shape), self.b.expand(shape)], -1)
-
-    def set(self, value: float) -> None:
-        with torch.no_grad():
-            self.a.fill_(value)
-            self.b.fill_(value)
 
 
 class Balance(nn.Linear):
@@ -1070,8 +952,8 @@ def test_weights_in_all_forms(make: Make) -> None:
     for value, form in enumerate(forms, 1):
         twin.set(value)
         form()
-        wait_for(lambda value=value: newest(collector)["action"].eq(value).all())
-    assert policy.a == policy.b == 0, "the trainer's own policy is left alone"
+        until(lambda value=value: newest(collector)["action"].eq(value).all())
+    assert policy.first == policy.second == 0, "the trainer's own policy is left alone"
 
 
 def test_weights_of_a_policy_that_a_factory_made(make: Make) -> None:
@@ -1087,7 +969,7 @@ def test_weights_of_a_policy_that_a_factory_made(make: Make) -> None:
     grow(collector, 100)
     assert not kept(collector)[:]["action"].any()
     collector.update_policy_weights_()
-    wait_for(lambda: newest(collector)["action"].eq(3).all())
+    until(lambda: newest(collector)["action"].eq(3).all())
     assert len(made) == 1
 
 
@@ -1095,7 +977,7 @@ def test_weights_that_do_not_fit_are_refused_at_once(make: Make) -> None:
     collector, _ = weighing(make, False)
     collector.start()
     with pytest.raises(ValueError, match="shape"):
-        collector.update_policy_weights_(weights={"a": torch.zeros(2), "b": torch.zeros(2)})
+        collector.update_policy_weights_(weights={"first": torch.zeros(2), "second": torch.zeros(2)})
     with pytest.raises(KeyError, match="no weight"):
         collector.update_policy_weights_(weights={"c": torch.zeros(1)})
     grow(collector)
@@ -1110,12 +992,12 @@ def test_weights_published_while_it_rests_and_after_it_ended(make: Make) -> None
         collector.update_policy_weights_()
         begin = kept(collector).write_count
         assert collector.state_dict()["policy_version"] == 1
-    wait_for(lambda: not collector.is_running())
+    until(lambda: not collector.is_running())
     assert kept(collector)[begin:]["action"].eq(3).all()
     policy.set(4)
     collector.update_policy_weights_()
     assert collector.policy_version == 2
-    assert collector.state_dict()["policy_state_dict"]["module.a"] == 4
+    assert collector.state_dict()["policy_state_dict"]["module.first"] == 4
 
 
 # -- keeping out of the trainer's way -------------------------------------------------------------------------------
@@ -1194,7 +1076,7 @@ def test_torch_manual_seed_decides_what_an_unseeded_collector_collects(make: Mak
         torch.manual_seed(4)
         collector = make(total_frames=100)
         collector.start()
-        wait_for(lambda: not collector.is_running())
+        until(lambda: not collector.is_running())
         return kept(collector)[:]["action"]
 
     assert torch.equal(actions(), actions())
@@ -1206,7 +1088,7 @@ def test_threads_take_turns_more_often_while_any_collector_runs(make: Make) -> N
     first.start()
     assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
     second.start()
-    wait_for(lambda: not second.is_running())
+    until(lambda: not second.is_running())
     assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
     first.shutdown()
     assert sys.getswitchinterval() == before
@@ -1259,11 +1141,11 @@ def test_sample_does_not_wait_for_a_collector_that_rests(make: Make) -> None:
 
 
 def test_sample_does_not_wait_for_ever_for_slices_that_cannot_be(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swath.data.replay_buffer.PATIENCE_S", 0.3)
+    monkeypatch.setattr(PATIENCE, 0.3)
     slices = buffer(200, sampler=SliceSampler(slice_len=50))
     collector = make(CountingEnv(lengths=5), replay_buffer=slices)
     collector.start()
-    wait_for(lambda: slices.write_count > 1000)
+    until(lambda: slices.write_count > 1000)
     with pytest.raises(RuntimeError, match="no trajectory as long as a slice"):
         bounded(lambda: slices.sample(100), 3)
 
@@ -1272,7 +1154,7 @@ def test_a_hook_that_samples_does_not_wait_for_itself(make: Make) -> None:
     collector = make(post_collect_hook=lambda batch: kept(collector).sample(4))
     collector.start()
     with pytest.raises(RuntimeError, match="empty"):
-        wait_for(lambda: not collector.is_running(), 5)
+        until(lambda: not collector.is_running(), 5)
 
 
 def test_sample_goes_on_after_a_collector_was_shut_down(make: Make) -> None:
@@ -1294,7 +1176,7 @@ def test_the_rate_limiter_holds_collection_and_training_together(make: Make) -> 
         assert stats["sampled"] <= 2 * (limited.write_count - 19) + 32
     sampled = limited.stats()["sampled"]
     assert sampled == 60 * 32
-    wait_for(lambda: 2 * (limited.write_count + 10 - 19) - 32 > sampled)  # one more batch would be too much
+    until(lambda: 2 * (limited.write_count + 10 - 19) - 32 > sampled)  # one more batch would be too much
     time.sleep(0.05)
     assert 2 * (limited.write_count - 19) - 32 <= sampled
     begun = time.monotonic()
@@ -1326,7 +1208,7 @@ def test_the_rate_limiter_lets_pause_through(make: Make) -> None:
     limited = buffer(batch_size=32, rate_limiter=RateLimiter(samples_per_insert=2.0))
     collector = make(replay_buffer=limited)
     collector.start()
-    wait_for(lambda: limited.write_count >= 10)
+    until(lambda: limited.write_count >= 10)
     begun = time.monotonic()
     with collector.pause():
         assert collector.stats()["frames"] == limited.write_count
@@ -1346,12 +1228,87 @@ def test_prefetching_waits_and_ends_too(make: Make) -> None:
     ahead.shutdown()
 
 
+@over([ASYNC])
+def test_slices_of_four_workers_lie_within_an_episode(make: Make) -> None:
+    """The tip for training on trajectories."""
+    lengths = [5, 9, 4]
+    sampler = SliceSampler(slice_len=4, end_key=("next", "done"))
+    store = buffer(20_000, sampler=sampler, batch_size=64)
+    collector = make(lanes=2, lengths=lengths, workers=4, replay_buffer=store, trajs_per_batch=4)
+    collector.start()
+    until(lambda: len(store) > 500)
+    for _ in range(50):
+        sample = store.sample().view(-1, 4)
+        assert (sample[TRAJ_IDS] == sample[TRAJ_IDS][:, :1]).all()
+        steps = sample["observation"][..., STEP]
+        assert torch.equal(steps[:, 1:], steps[:, :-1] + 1)
+        assert (sample["observation"][..., :STEP] == sample["observation"][:, :1, :STEP]).all()
+        assert not sample["next", "done"][:, :-1].any()
+    collector.async_shutdown()
+    assert len((store[:][TRAJ_IDS] >> WORKER_BITS).unique()) == 4
+    assert_whole_in_a_row(store[:], lambda lane, episode: lengths[episode % 3])
+
+
+def assert_whole_frames(sample: TensorDictBase) -> None:
+    assert torch.equal(sample["next", "reward"][:, 0], sample["observation"][:, STEP] + 1)
+    assert torch.equal(sample["next", "observation"][:, STEP], sample["observation"][:, STEP] + 1)
+
+
+@over([ASYNC])
+def test_priorities_while_workers_run(make: Make) -> None:
+    store = buffer(2000, sampler=PrioritizedSampler(2000, alpha=1.0, beta=1.0), batch_size=32)
+    collector = make(replay_buffer=store)
+    collector.start()
+    until(lambda: len(store) > 200)
+    for _ in range(50):
+        sample, info = store.sample(return_info=True)
+        store.update_priority(info["index"], torch.rand(32) + 0.1)
+        assert_whole_frames(sample)
+
+
+@pytest.mark.parametrize("starts", [True, False], ids=["start", "iterate"])
+@over([ASYNC])
+def test_a_rate_limiter_holds_workers_back(make: Make, starts: bool) -> None:
+    limiter = RateLimiter(samples_per_insert=1.0, min_size_to_sample=40, tolerance=64)
+    store = buffer(10_000, rate_limiter=limiter, batch_size=16)
+    collector = make(replay_buffer=store)
+    if not starts:
+        for _ in range(4):
+            collector.next()
+        assert len(store.sample()) == 16
+        assert store.write_count <= 40 + 64 + 40
+        return
+    collector.start()
+    until(lambda: store.write_count >= 40)
+    sampled = 0
+    for _ in range(20):
+        assert_whole_frames(store.sample())
+        sampled += 16
+        assert store.write_count <= 40 + sampled + 64 + 2 * 10
+    time.sleep(0.2)
+    assert sampled - 64 <= store.write_count <= 40 + sampled + 64 + 2 * 10
+
+
+@over([ASYNC])
+def test_weights_that_are_published_while_workers_run(make: Make) -> None:
+    collector = make(None, net(0.0))
+    collector.start()
+    for number in range(1, 6):
+        grow(collector, 40)
+        collector.update_policy_weights_(net(float(number)))
+    grow(collector, 80)
+    collector.async_shutdown()
+    data = kept(collector)[:]
+    assert torch.equal(data["action"][:, 0].long(), data["policy_version"].reshape(-1))
+    assert set(data["action"][-20:].unique().tolist()) == {5.0}
+
+
 @pytest.mark.torchrl
 def test_a_buffer_of_torchrl_is_filled_too(make: Make) -> None:
     torchrl = pytest.importorskip("torchrl.data")
     theirs = torchrl.ReplayBuffer(storage=torchrl.LazyTensorStorage(1000), batch_size=16)
     collector = make(replay_buffer=theirs, total_frames=300)
     collector.start()
-    wait_for(lambda: not collector.is_running())
+    until(lambda: not collector.is_running())
     assert theirs.write_count == 300
     assert_frames_belong(theirs[:])

@@ -1,16 +1,22 @@
 """What a collector writes to its replay buffer: every frame once, where it belongs, and nothing else."""
 
-import threading
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from common import LANE, STEP, assert_same, assert_trajectories, bounded, buffer, net
+from counting_layouts import LAYOUTS
+from counting_reference import CountingReference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import WORKER_BITS
+from kinds import ALL, ASYNC, ONE_ASYNC, SPREAD, Kind, Make, over
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor
@@ -30,7 +36,6 @@ from swath.envs import EnvBase, GymEnv
 from swath.keys import DONE, MASK, NEXT, TRAJ_IDS, TRUNCATED, after
 from swath.testing import (
     CountingEnv,
-    CountingReference,
     CountingVectorEnv,
     FaultyError,
     FaultyGymEnv,
@@ -39,33 +44,25 @@ from swath.testing import (
     counted,
 )
 from swath.testing.counting import length_of
-from swath.testing.layouts import LAYOUTS
 
-Make = Callable[..., Collector]
 LENGTHS = [3, 4, 1, 7]
 OWN_LENGTHS = [[3, 4, 1, 7], [5], [2, 6], [9, 1], [3, 8], [4, 4, 2]]
 """For each lane: so that some lanes wait while others are reset."""
-LANE, EPISODE, STEP = 0, 1, 2
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
-    """Makes seeded collectors that are shut down after the test; of one counting env, and 10 frames in a batch."""
-    made: list[Collector] = []
+def make(kind: Kind) -> Iterator[Make]:
+    """Makes seeded collectors that are shut down after the test."""
+    made: list[Any] = []
 
-    def build(env: Any = None, policy: Any = None, **options: Any) -> Collector:
-        options.setdefault("frames_per_batch", 10)
-        made.append(Collector(CountingEnv(lengths=LENGTHS) if env is None else env, policy, **options))
+    def build(env: Any = None, policy: Any = None, **options: Any) -> Any:
+        made.append(kind.build(env, policy, **{"lengths": LENGTHS, **options}))
         made[-1].set_seed(5)
         return made[-1]
 
     yield build
     for collector in made:
-        collector.shutdown()
-
-
-def buffer(size: int = 5_000, ndim: int = 1, **options: Any) -> ReplayBuffer:
-    return ReplayBuffer(storage=LazyTensorStorage(size, ndim=ndim), **options)
+        collector.shutdown(raise_on_error=False)
 
 
 def real(batch: TensorDictBase) -> TensorDictBase:
@@ -73,13 +70,6 @@ def real(batch: TensorDictBase) -> TensorDictBase:
     flat = batch.reshape(-1)
     mask = flat.get(MASK, None)
     return flat if mask is None else flat[mask].exclude(MASK)
-
-
-def assert_same(kept: TensorDictBase, wanted: TensorDictBase) -> None:
-    assert kept.shape == wanted.shape
-    assert set(kept.keys(True, True)) == set(wanted.keys(True, True))
-    for key in wanted.keys(True, True):
-        torch.testing.assert_close(kept.get(key), wanted.get(key), rtol=0, atol=0, msg=f"{key} differs")
 
 
 def acting(observation: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,24 +81,77 @@ def marker() -> TensorDictModule:
     return TensorDictModule(acting, ["observation"], ["action", "acted"])
 
 
-def bounded(call: Callable[[], Any], seconds: float = 10.0) -> Any:
-    """What `call` returns or raises; fails if that takes too long."""
-    outcome: list[Any] = []
+# -- every kind -----------------------------------------------------------------------------------------------------
 
-    def run() -> None:
-        try:
-            outcome.append((call(), None))
-        except BaseException as error:
-            outcome.append((None, error))
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert outcome, f"{call} has not come back within {seconds} s"
-    result, error = outcome[0]
-    if error is not None:
-        raise error
-    return result
+@pytest.mark.parametrize("lanes", [0, 3])
+@over([*ALL, ONE_ASYNC])
+def test_iterating_fills_the_buffer(make: Make, kind: Kind, lanes: int) -> None:
+    kept = buffer()
+    collector = make(lanes=lanes, replay_buffer=kept, frames_per_batch=24, total_frames=120)
+    assert list(collector) == [None] * 5
+    assert len(kept) == kept.write_count == collector.stats()["frames"] == 120
+    assert_trajectories(kept[:])
+    assert len((kept[:][TRAJ_IDS] >> WORKER_BITS).unique()) == max(1, kind.workers)
+    assert collector.closed
+    assert collector.replay_buffer is kept
+    assert kept.is_shared == (kind.workers > 0)
+    list(make(lanes=lanes, replay_buffer=kept, frames_per_batch=24, total_frames=48))
+    assert len(kept) == 168, "frames that are there already stay"
+    assert_trajectories(kept[:])
+
+
+@over(ALL, needs="newest_weights")
+def test_a_batch_is_there_when_it_is_told_of(make: Make) -> None:
+    kept = buffer()
+    collector = make(replay_buffer=kept)
+    for number in range(1, 6):
+        assert collector.next() is None
+        assert len(kept) == collector.requested_frames_per_batch * number
+
+
+@over(SPREAD)
+def test_postproc_and_hooks_run_in_the_workers(make: Make, tmp_path: Path) -> None:
+    def postproc(batch: TensorDictBase) -> TensorDictBase:
+        return batch.set("pid", torch.full((*batch.shape, 1), os.getpid()))
+
+    kept = buffer()
+    hook = lambda batch: (tmp_path / f"{os.getpid()}").touch()  # noqa: E731
+    collector = make(replay_buffer=kept, batches=4, postproc=postproc, post_collect_hook=hook)
+    pids = set(collector.worker_pids)
+    list(collector)
+    assert set(kept[:]["pid"].unique().tolist()) == pids
+    assert {int(path.name) for path in tmp_path.iterdir()} == pids
+
+
+@over(ALL)
+def test_single_steps(make: Make) -> None:
+    kept = buffer()
+    list(make(replay_buffer=kept, batches=2, extend_buffer=False))
+    assert len(kept) in (20, 40)
+    assert_trajectories(kept[:])
+
+
+@pytest.mark.parametrize("per_write", [None, 2])
+@over(ALL)
+def test_complete_episodes_only(make: Make, per_write: int | None) -> None:
+    kept = buffer()
+    options = {"trajs_per_batch": 2, "trajs_per_write": per_write, "total_frames": 400}
+    collector = make(lanes=2, lengths=[3, 7], replay_buffer=kept, **options)
+    list(collector)
+    stats = collector.stats()
+    assert_whole_in_a_row(kept[:], lambda lane, episode: [3, 7][episode % 2])
+    assert len(kept) + stats["dropped_frames"] == stats["frames"] == 400
+
+
+@over([ASYNC])
+def test_init_random_frames_are_counted_where_they_are_written(make: Make) -> None:
+    kept = buffer()
+    list(make(None, net(50.0), replay_buffer=kept, init_random_frames=100, total_frames=400))
+    acted = (kept[:]["action"] == 50.0).all(-1).reshape(-1)
+    assert not acted[:100].any()
+    assert acted[-200:].all()
+    assert 100 <= int((~acted).sum()) <= 100 + 2 * 2 * 10, "each worker may have had batches under way"
 
 
 # -- frames ---------------------------------------------------------------------------------------------------------
@@ -141,12 +184,12 @@ def test_the_buffer_holds_what_would_be_delivered(make: Make, layout: str, stora
     assert env.is_closed
 
 
-@pytest.mark.parametrize("kind", ["dict", "pixels"])
-def test_observations_of_any_kind(make: Make, kind: str) -> None:
+@pytest.mark.parametrize("sees", ["dict", "pixels"])
+def test_observations_of_any_kind(make: Make, sees: str) -> None:
     options = {"frames_per_batch": 12, "total_frames": 30}
     kept = buffer()
-    list(make(CountingEnv((2,), LENGTHS, kind=kind), replay_buffer=kept, **options))
-    wanted = list(make(CountingEnv((2,), LENGTHS, kind=kind), **options))
+    list(make(CountingEnv((2,), LENGTHS, kind=sees), replay_buffer=kept, **options))
+    wanted = list(make(CountingEnv((2,), LENGTHS, kind=sees), **options))
     assert_same(kept[:], torch.cat([real(batch) for batch in wanted]))
 
 
@@ -209,18 +252,18 @@ def test_a_buffer_needs_only_extend_and_sample(make: Make) -> None:
 def test_total_frames_are_exact(make: Make, total: int, lanes: tuple[int, ...], frames: int, extend: bool) -> None:
     kept = buffer()
     collector = make(CountingEnv(lanes), replay_buffer=kept, total_frames=total, extend_buffer=extend)
-    assert len(list(collector)) == -(-frames // collector.requested_frames_per_batch)
+    assert len(collector) == len(list(collector)) == -(-frames // collector.requested_frames_per_batch)
     assert kept.write_count == collector.stats()["frames"] == frames
     assert collector.stats()["completed"]
     assert collector.next() is None
     assert kept.write_count == frames
 
 
-def test_frames_in_which_a_lane_was_idle_are_never_written(make: Make) -> None:
+@pytest.mark.parametrize("extend", [True, False])
+def test_frames_in_which_a_lane_was_idle_are_never_written(make: Make, extend: bool) -> None:
     for kept in (buffer(), ReplayBuffer(storage=ListStorage(5_000))):
-        collector = make(
-            GymEnv(CountingVectorEnv(3, OWN_LENGTHS)), replay_buffer=kept, frames_per_batch=30, total_frames=90
-        )
+        env = GymEnv(CountingVectorEnv(3, OWN_LENGTHS))
+        collector = make(env, replay_buffer=kept, extend_buffer=extend, frames_per_batch=30, total_frames=90)
         list(collector)
         frames = kept[:]
         assert collector.stats()["idle_frames"] > 0
@@ -229,15 +272,6 @@ def test_frames_in_which_a_lane_was_idle_are_never_written(make: Make) -> None:
         assert MASK not in frames.keys(True)
         for lane in range(3):
             assert_frames_belong(frames[frames["observation"][:, LANE] == lane])
-
-
-def test_frames_in_which_a_lane_was_idle_are_never_written_step_by_step(make: Make) -> None:
-    kept = buffer()
-    env = GymEnv(CountingVectorEnv(3, OWN_LENGTHS))
-    collector = make(env, replay_buffer=kept, extend_buffer=False, frames_per_batch=30, total_frames=90)
-    list(collector)
-    assert kept.write_count == collector.stats()["frames"] >= 90
-    assert (kept[:].get(TRAJ_IDS) >= 0).all()
 
 
 def test_a_buffer_that_is_too_small_keeps_the_newest(make: Make) -> None:
@@ -276,23 +310,6 @@ def test_all_ways_of_iterating_give_none_and_go_on(make: Make) -> None:
     assert list(collector) == []
 
 
-def test_len_counts_batches(make: Make) -> None:
-    assert len(make(replay_buffer=buffer(), total_frames=25)) == 3
-
-
-def test_fill_needs_a_buffer(make: Make) -> None:
-    with pytest.raises(RuntimeError, match="no replay buffer"):
-        make().fill()
-
-
-def test_fill_tells_whether_there_is_more(make: Make) -> None:
-    kept = buffer()
-    collector = make(replay_buffer=kept, total_frames=15)
-    assert collector.fill()
-    assert not collector.fill()
-    assert kept.write_count == 15
-
-
 def test_an_error_shuts_down_and_keeps_what_was_written(make: Make) -> None:
     kept = buffer()
     collector = make(FaultyGymEnv(at=25), replay_buffer=kept)
@@ -318,18 +335,6 @@ def test_frames_that_do_not_fit_are_refused(make: Make) -> None:
 def test_a_storage_of_other_dimensions_is_refused(lanes: tuple[int, ...], ndim: int) -> None:
     with pytest.raises(ValueError, match=f"ndim={ndim}.*ndim=1"):
         Collector(CountingEnv(lanes), frames_per_batch=12, replay_buffer=buffer(ndim=ndim))
-
-
-def test_an_env_from_a_factory_is_closed_when_the_buffer_does_not_fit() -> None:
-    made: list[EnvBase] = []
-
-    def factory() -> EnvBase:
-        made.append(CountingEnv((2,)))
-        return made[-1]
-
-    with pytest.raises(ValueError, match="ndim=3"):
-        Collector(factory, frames_per_batch=12, replay_buffer=buffer(ndim=3))
-    assert made[0].is_closed
 
 
 def test_lanes_of_another_number_are_refused(make: Make) -> None:
@@ -452,20 +457,6 @@ def test_postproc_must_return_the_batch(make: Make) -> None:
         make(replay_buffer=buffer(), postproc=lambda batch: None).next()
 
 
-def test_hooks_come_in_order(make: Make) -> None:
-    calls: list[Any] = []
-    kept = buffer()
-    collector = make(
-        replay_buffer=kept,
-        total_frames=20,
-        pre_collect_hook=lambda: calls.append("pre"),
-        postproc=lambda batch: calls.append("postproc") or batch.set("seen", batch["action"]),
-        post_collect_hook=lambda batch: calls.append(("post", "seen" in batch, kept.write_count)),
-    )
-    list(collector)
-    assert calls == ["pre", "postproc", ("post", True, 0), "pre", "postproc", ("post", True, 10)]
-
-
 def test_post_collect_hook_may_keep_batches(make: Make) -> None:
     seen: list[TensorDictBase] = []
     copies: list[TensorDictBase] = []
@@ -483,7 +474,9 @@ def test_split_trajs_writes_the_frames_of_one_trajectory_after_the_other(
 ) -> None:
     kept, seen = storage(), list[TensorDictBase]()
     options = {"frames_per_batch": 12, "total_frames": 48, "split_trajs": True}
-    collector = make(CountingEnv(lanes, LENGTHS), replay_buffer=kept, post_collect_hook=seen.append, **options)
+    collector = make(
+        CountingEnv(lanes, LENGTHS), replay_buffer=kept, postproc=lambda batch: seen.append(batch) or batch, **options
+    )
     assert len(list(collector)) == 4
     assert all(MASK in batch.keys(True) for batch in seen)
     assert kept.write_count == 48
@@ -631,11 +624,6 @@ def test_single_steps_keep_what_is_per_batch_per_batch(make: Make) -> None:
     assert calls == [0, 10, 20]
 
 
-def test_single_steps_have_no_end_of_a_batch_to_truncate_at(make: Make) -> None:
-    with pytest.raises(TypeError, match="set_truncated"):
-        make(replay_buffer=buffer(), extend_buffer=False, set_truncated=True)
-
-
 def test_single_steps_ask_the_interruptor(make: Make) -> None:
     class Stop:
         def collection_stopped(self) -> bool:
@@ -732,29 +720,21 @@ def test_slices_of_flattened_lanes_are_as_long_as_a_batch_at_most(make: Make) ->
 
 
 @pytest.mark.parametrize(
-    "storage",
-    ["tensors", "list"],
+    ("storage", "options"),
+    [
+        ("tensors", {}),
+        ("list", {}),
+        ("tensors", {"postproc": lambda batch: batch.reshape(-1)}),
+        ("tensors", {"split_trajs": True}),
+    ],
+    ids=["tensors", "list", "another shape", "split"],
 )
-def test_slices_of_two_collectors_that_give_the_same_ids(make: Make, storage: str) -> None:
+def test_slices_of_two_collectors_that_give_the_same_ids(make: Make, storage: str, options: dict[str, Any]) -> None:
     kept = STORAGES[storage]()
     kept.set_sampler(SliceSampler(slice_len=3))
     collectors = []
     for first in (0, 100):
-        env = CountingEnv(lengths=1000)
-        env.first_lane = first
-        collectors.append(make(env, replay_buffer=kept))
-    for turn in (0, 1, 1, 0, 0, 0, 1):
-        collectors[turn].next()
-    for _ in range(5):
-        assert_slices_are_whole(kept.sample(150))
-
-
-@pytest.mark.parametrize("options", [{"postproc": lambda batch: batch.reshape(-1)}, {"split_trajs": True}], ids=list)
-def test_slices_of_two_collectors_whose_batches_have_another_shape(make: Make, options: dict[str, Any]) -> None:
-    kept = buffer(sampler=SliceSampler(slice_len=3))
-    collectors = []
-    for first in (0, 100):
-        env = CountingEnv((1,), 1000)
+        env = CountingEnv((1,) if options else (), lengths=1000)
         env.first_lane = first
         collectors.append(make(env, replay_buffer=kept, **options))
     for turn in (0, 1, 1, 0, 0, 0, 1):
@@ -763,36 +743,26 @@ def test_slices_of_two_collectors_whose_batches_have_another_shape(make: Make, o
         assert_slices_are_whole(kept.sample(150))
 
 
-def interfere_rollout(collector: Collector) -> None:
-    collector.rollout()
+BETWEEN: dict[str, Callable[[Collector], Any]] = {
+    "a rollout": lambda collector: collector.rollout(),
+    "a reset": lambda collector: collector.reset(),
+    "a state": lambda collector: collector.load_state_dict(collector.state_dict()),
+    "steps of others": lambda collector: collector.env.rollout(3),
+}
 
 
-def interfere_reset(collector: Collector) -> None:
-    collector.reset()
-
-
-def interfere_reload(collector: Collector) -> None:
-    collector.load_state_dict(collector.state_dict())
-
-
-def interfere_step(collector: Collector) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        collector.env.rollout(3)
-
-
-@pytest.mark.parametrize("between", [interfere_rollout, interfere_reset, interfere_reload, interfere_step])
+@pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("ids", [True, False])
 @pytest.mark.parametrize(("lanes", "ndim"), [((), 1), ((2,), 1), ((2,), 2)])
-@pytest.mark.filterwarnings("ignore:.*was used by somebody else")
+@pytest.mark.filterwarnings("ignore:.*was used elsewhere")
 def test_slices_have_no_gap_where_something_came_between(
-    make: Make, between: Callable[[Collector], None], ids: bool, lanes: tuple[int, ...], ndim: int
+    make: Make, between: str, ids: bool, lanes: tuple[int, ...], ndim: int
 ) -> None:
     kept = buffer(ndim=ndim, sampler=SliceSampler(slice_len=4))
     collector = make(CountingEnv(lanes, 1000), replay_buffer=kept, track_traj_ids=ids, frames_per_batch=10)
     for _ in range(4):
         collector.next()
-        between(collector)
+        BETWEEN[between](collector)
     for _ in range(5):
         assert_slices_are_whole(kept.sample(200))
 

@@ -1,109 +1,72 @@
-"""From the first batch to the last: iterating, shutting down, saving and going on."""
+"""From the first batch to the last: iterating, resetting, shutting down, and mistakes that must not pass silently."""
+
+from __future__ import annotations
 
 import gc
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
+from common import actor, first_steps, ids_of, layout, rows
+from gymnasium import spaces as gs
+from kinds import ALL, ASYNC_HERE, HERE, SINGLE, SYNC_HERE, Kind, Make, over
 from tensordict import TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
-from torch import nn
 from torch.utils.data import DataLoader
 
-from swath.collectors import Collector
+from swath.collectors import Collector, PolicyVersion
 from swath.envs import GymEnv, SerialEnv
-from swath.testing import CountingEnv, CountingGymEnv, FaultyError, FaultyGymEnv
+from swath.errors import ClosedError, PolicyError
+from swath.testing import CountingEnv, CountingGymEnv, FaultyError, FaultyGymEnv, assert_frames_belong
 
-IDS = ("collector", "traj_ids")
-Make = Callable[..., Collector]
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    made: list[Collector] = []
-
-    def build(env: Any = None, policy: Any = None, **options: Any) -> Collector:
-        options.setdefault("frames_per_batch", 10)
-        made.append(Collector(CountingEnv(lengths=1000) if env is None else env, policy, **options))
-        return made[-1]
-
-    yield build
-    for collector in made:
-        collector.shutdown()
-
-
-def actor() -> ProbabilisticTensorDictSequential:
-    return ProbabilisticTensorDictSequential(
-        TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["logits"]),
-        ProbabilisticTensorDictModule(
-            in_keys=["logits"],
-            out_keys=["action"],
-            distribution_class=torch.distributions.Categorical,
-            return_log_prob=True,
-        ),
-    )
-
-
-def first_step(batch: TensorDictBase | None) -> int:
-    assert batch is not None
-    return int(batch["observation"][..., 0, 2].reshape(-1)[0])
-
+LONG = {"lengths": 1000}
 
 # -- iterating ------------------------------------------------------------------------------------------------------
 
 
-def test_all_ways_of_iterating_go_on_with_one_stream(make: Make) -> None:
-    collector = make(total_frames=70)
-    seen = [first_step(collector.next())]
+@over(ALL)
+def test_all_ways_of_iterating_go_on_with_one_stream(make: Make, kind: Kind) -> None:
+    collector = make(**LONG, batches=7, workers=min(1, kind.workers))
+    seen = [collector.next()]
     for batch in collector:
-        seen.append(first_step(batch))
+        seen.append(batch)
         break
     stream = iter(collector)
-    seen.append(first_step(next(stream)))
-    seen.append(first_step(collector.next()))
-    seen.append(first_step(next(stream)))
-    seen.append(first_step(next(collector.iterator())))
-    seen.append(first_step(collector.rollout()))
-    assert seen == [0, 10, 20, 30, 40, 50, 60]
+    seen += [next(stream), collector.next(), next(stream), next(collector.iterator()), collector.rollout()]
+    assert [first_steps(batch) for batch in seen] == [[10 * number] for number in range(7)]
     assert next(stream, None) is None
     assert collector.next() is None
 
 
-def test_exhausted_means_nothing_more(make: Make) -> None:
-    collector = make(total_frames=20)
+@over(HERE)
+def test_exhausted_means_nothing_more(make: Make, kind: Kind) -> None:
+    collector = make(batches=2)
     assert len(list(collector)) == 2
     assert list(collector) == []
     assert collector.next() is None
     assert collector.next() is None
     assert collector.closed
-    assert collector.env.is_closed
+    assert kind.workers or collector.env.is_closed
     assert collector.stats()["completed"]
-    with pytest.raises(RuntimeError, match="shut down"):
+    with pytest.raises(RuntimeError, match=r"shut down|make a new"):
         collector.rollout()
 
 
-def test_len_counts_batches(make: Make) -> None:
-    assert len(make(total_frames=25)) == 3
-    with pytest.raises(RuntimeError, match="endless"):
-        len(make())
-    with pytest.raises(TypeError, match="endless"):
-        len(make())
-
-
-def test_an_error_of_the_env_ends_the_collection_and_keeps_its_type(make: Make) -> None:
-    collector = make(FaultyGymEnv(at=13))
-    collector.next()
+@over(HERE)
+def test_an_error_of_the_env_ends_the_collection_and_keeps_its_type(make: Make, kind: Kind) -> None:
+    collector = make(lambda: FaultyGymEnv(at=13))
     with pytest.raises(FaultyError, match="lane 0 fails at step 13"):
-        collector.next()
+        list(collector)
     assert collector.closed
-    assert collector.next() is None
-    assert list(collector) == []
+    assert kind.workers or (collector.next() is None and list(collector) == [])
 
 
-def test_an_error_of_the_consumer_leaves_the_collector_usable(make: Make) -> None:
-    collector = make()
+@over(HERE)
+def test_an_error_of_the_consumer_leaves_the_collector_usable(make: Make, kind: Kind) -> None:
+    collector = make(**LONG, workers=min(1, kind.workers))
 
     def train() -> None:
         for _ in collector:
@@ -112,38 +75,84 @@ def test_an_error_of_the_consumer_leaves_the_collector_usable(make: Make) -> Non
     with pytest.raises(ZeroDivisionError):
         train()
     assert not collector.closed
-    assert first_step(collector.next()) == 10
+    assert first_steps(collector.next()) == [10]
 
 
-def test_a_data_loader_may_iterate_over_it(make: Make) -> None:
-    loader = DataLoader(make(total_frames=30), batch_size=None, collate_fn=lambda batch: batch)
-    assert [first_step(batch) for batch in loader] == [0, 10, 20]
+@over(HERE)
+def test_a_data_loader_may_iterate_over_it(make: Make, kind: Kind) -> None:
+    collector = make(**LONG, batches=3, workers=min(1, kind.workers))
+    loader = DataLoader(collector, batch_size=None, collate_fn=lambda batch: batch)
+    assert [first_steps(batch) for batch in loader] == [[0], [10], [20]]
 
 
+@over(HERE)
 def test_rollout_is_raw_but_counted(make: Make) -> None:
-    collector = make(total_frames=40, postproc=lambda batch: batch.select("action"), split_trajs=True)
-    assert collector.rollout().shape == (10,)
-    assert collector.stats()["frames"] == 10
+    collector = make(batches=4, postproc=lambda batch: batch.select("action"), split_trajs=True)
+    assert collector.rollout().shape[-1] == 10
+    assert collector.stats()["frames"] == collector.requested_frames_per_batch
     assert len(list(collector)) == 3
 
 
-def test_reset_begins_new_episodes_with_new_ids(make: Make) -> None:
+def test_whole_episodes_do_without_frames_that_were_taken_by_rollout(make: Make) -> None:
+    collector = make(lengths=7, frames_per_batch=3, total_frames=42, trajs_per_batch=1)
+    taken = collector.rollout()
+    episodes = [int(batch["observation"][0, 0, 1]) for batch in collector]
+    assert taken["observation"][:, 2].tolist() == [0, 1, 2]
+    assert episodes == [1, 2, 3, 4, 5]
+    stats = collector.stats()
+    assert stats["dropped_frames"] == 4
+    assert stats["frames"] == 42 == 3 + 4 + 5 * 7
+    assert stats["pending_frames"] == 0
+
+
+def test_an_episode_that_ends_in_frames_that_were_taken_is_given_up(make: Make) -> None:
+    polled = iter(collector := make(lengths=4, frames_per_batch=3, total_frames=24, trajs_per_batch=1))
+    first = next(polled)  # polls steps 0-2 and 3 of episode 0, then 0 and 1 of episode 1
+    collector.rollout()  # takes the rest of episode 1, and the first of episode 2
+    rest = [int(batch["observation"][0, 0, 1]) for batch in polled]
+    assert int(first["observation"][0, 0, 1]) == 0
+    assert rest == [3, 4, 5]
+
+
+# -- resetting ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "index"),
+    [
+        *((kind, index) for kind in (SINGLE, SYNC_HERE) for index in ([1], torch.tensor([1]))),
+        *((kind, torch.tensor([False, True, False])) for kind in (SINGLE, SYNC_HERE)),
+        (SYNC_HERE, 1),
+        (SYNC_HERE, [False, True, False]),
+    ],
+    ids=str,
+)
+def test_reset_of_some_lanes_leaves_the_others(kind: Kind, index: Any) -> None:
+    """Lane and worker have the same number here."""
+    with kind.make(3, 1000, steps=5) as collector:
+        first = rows(collector.next())
+        collector.reset(index)
+        batch = rows(collector.next())
+        assert first_steps(batch) == [5, 0, 5]
+        went_on = first["collector", "traj_ids"][:, -1] == batch["collector", "traj_ids"][:, 0]
+        assert went_on.tolist() == [True, False, True]
+        assert not ids_of([batch[1:2]]) & ids_of([first])
+        collector.reset([])
+        assert first_steps(collector.next()) == [10, 5, 10]
+        collector.reset()
+        assert first_steps(collector.next()) == [0, 0, 0]
+        if kind.workers:
+            collector.reset(reset_idx=[True, False, False])  # the name that TorchRL has for workers
+            assert first_steps(collector.next()) == [0, 5, 5]
+
+
+@over([SYNC_HERE])
+def test_reset_of_workers_that_are_not_there_is_refused(make: Make) -> None:
     collector = make()
-    collector.next()
-    collector.reset()
-    batch = collector.next()
-    assert first_step(batch) == 0
-    assert batch[IDS].unique().tolist() == [1]
-
-
-@pytest.mark.parametrize("index", [[1], torch.tensor([1]), torch.tensor([False, True, False])])
-def test_reset_of_some_lanes_leaves_the_others(make: Make, index: Any) -> None:
-    collector = make(CountingEnv((3,), lengths=1000), frames_per_batch=15)
-    collector.next()
-    collector.reset(index)
-    batch = collector.next()
-    assert batch["observation"][:, 0, 2].tolist() == [5, 0, 5]
-    assert batch[IDS][:, 0].tolist() == [0, 3, 2]
+    for index in ([True, False, True], [2]):
+        with pytest.raises((ValueError, IndexError), match="2"):
+            collector.reset(index)
+    assert collector.next().shape == (2, 10)
 
 
 def test_reset_of_some_lanes_needs_lanes(make: Make) -> None:
@@ -154,24 +163,27 @@ def test_reset_of_some_lanes_needs_lanes(make: Make) -> None:
 # -- the end --------------------------------------------------------------------------------------------------------
 
 
-def test_a_with_block_shuts_down() -> None:
-    with Collector(CountingEnv(), frames_per_batch=10) as collector:
+@over(HERE)
+def test_a_with_block_shuts_down(kind: Kind) -> None:
+    with kind.build() as collector:
         collector.next()
     assert collector.closed
-    assert collector.env.is_closed
+    assert kind.workers or collector.env.is_closed
 
 
 @pytest.mark.parametrize("name", ["shutdown", "async_shutdown"])
+@over(HERE, needs="keep_env_open")
 def test_shutdown_may_leave_the_env_open(make: Make, name: str) -> None:
-    env = CountingEnv(lengths=1000)
+    env = CountingEnv(**LONG)
     collector = make(env)
     collector.next()
     getattr(collector, name)(timeout=1.0, close_env=False)
     assert collector.closed
     assert not env.is_closed
-    assert first_step(make(env).next()) == 0  # another collector may use it
+    assert first_steps(make(env).next()) == [0]  # another collector may use it
 
 
+@over(ALL)
 def test_shutdown_twice_and_in_the_middle_of_a_loop(make: Make) -> None:
     collector = make()
     seen = 0
@@ -200,7 +212,7 @@ def test_an_env_that_cannot_be_closed(raise_on_error: bool) -> None:
     collector.shutdown()
 
 
-def test_a_forgotten_collector_is_freed_and_leaves_the_users_env_alone() -> None:
+def test_a_forgotten_collector_leaves_the_users_env_open_and_closes_its_own() -> None:
     env = CountingEnv()
     collector = Collector(env, frames_per_batch=10)
     collector.next()
@@ -209,10 +221,20 @@ def test_a_forgotten_collector_is_freed_and_leaves_the_users_env_alone() -> None
     gc.collect()
     assert gone() is None
     assert not env.is_closed
+    made: list[CountingGymEnv] = []
+
+    def make() -> CountingGymEnv:
+        made.append(CountingGymEnv())
+        return made[-1]
+
+    Collector(lambda: GymEnv(make), None, frames_per_batch=5).next()
+    gc.collect()
+    assert made[0].is_closed
 
 
-def test_batches_outlive_their_collector(make: Make) -> None:
-    collector = make()
+@over(HERE)
+def test_batches_outlive_their_collector(kind: Kind) -> None:
+    collector = kind.build()
     batch = collector.next()
     kept = batch.clone()
     collector.shutdown()
@@ -221,33 +243,26 @@ def test_batches_outlive_their_collector(make: Make) -> None:
     assert (batch == kept).all()
 
 
+@over(HERE)
 def test_background_collection_needs_a_buffer(make: Make) -> None:
     collector = make()
     assert not collector.is_running()
     with pytest.raises(RuntimeError, match=r"start\(\).*replay buffer"):
         collector.start()
-    with pytest.raises(NotImplementedError):
-        collector.pause()
-    assert first_step(collector.next()) == 0
+    with pytest.raises(RuntimeError), collector.pause():
+        pass
+    assert not collector.is_running()
+    assert set(first_steps(collector.next())) == {0}
 
 
 def test_after_shutdown_state_and_stats_can_still_be_read(make: Make) -> None:
-    collector = make(total_frames=20, policy=actor())
-    list(collector)
-    assert collector.stats()["frames"] == 20
-    assert collector.state_dict()["frames"] == 20
-    with pytest.raises(RuntimeError, match="shut down"):
-        collector.load_state_dict(collector.state_dict())
-    with pytest.raises(RuntimeError, match="shut down"):
-        collector.reset()
+    collector = make(None, actor())
+    collector.next()
+    collector.shutdown()
+    assert collector.stats()["frames"] == collector.state_dict()["frames"] == 10
 
 
 # -- the layout -----------------------------------------------------------------------------------------------------
-
-
-def layout(batch: TensorDictBase) -> dict[Any, Any]:
-    entries = {key: (batch.get(key).shape, batch.get(key).dtype) for key in batch.keys(True, True)}
-    return {"batch": batch.shape, "names": batch.names, "device": batch.device, **entries}
 
 
 @pytest.mark.parametrize(
@@ -257,20 +272,18 @@ def layout(batch: TensorDictBase) -> dict[Any, Any]:
         {"max_frames_per_traj": 3, "track_policy_version": True},
         {"track_traj_ids": False, "compact_obs": True},
         {"storing_device": "cpu"},
+        {"env": lambda: SerialEnv(2, CountingEnv), "lanes": 2},
     ],
+    ids=list,
 )
 def test_fake_tensordict_has_the_layout_of_a_batch(make: Make, options: dict[str, Any]) -> None:
-    collector = make(policy=actor(), env=CountingEnv(), **options)
+    collector = make(policy=actor(), **options)
     fake = collector.fake_tensordict()
     assert layout(fake) == layout(collector.next())
     assert all(not fake.get(key).any() for key in fake.keys(True, True))
 
 
-def test_fake_tensordict_of_several_lanes(make: Make) -> None:
-    collector = make(SerialEnv(2, lambda: GymEnv("Pendulum-v1")))
-    assert layout(collector.fake_tensordict()) == layout(collector.next())
-
-
+@over(HERE)
 def test_what_the_policy_keeps_to_itself_is_not_delivered(make: Make) -> None:
     def policy(td: TensorDictBase) -> TensorDictBase:
         td["action"] = td["observation"][..., :2]
@@ -280,135 +293,108 @@ def test_what_the_policy_keeps_to_itself_is_not_delivered(make: Make) -> None:
         td["out", "open"] = torch.ones(1)
         return td
 
-    batch = make(policy=policy).next()
+    batch = make(None, policy).next()
     assert {key for key in batch.keys(True, True) if "out" in key or "_" in str(key)[:1]} == {("out", "open")}
     assert "_secret" not in set(batch.keys())
     assert ("_out", "secret") not in set(batch.keys(True, True))
 
 
-# -- saving and going on --------------------------------------------------------------------------------------------
+@over(HERE)
+def test_what_a_policy_writes_for_itself_comes_back_to_it(make: Make, kind: Kind) -> None:
+    """As noise processes do it: under private names, absent at first."""
+
+    def policy(td: Any) -> Any:
+        count = td.get("_count", None)
+        count = torch.zeros(*td.batch_size, 1) if count is None else count + 1
+        return td.update({"_count": count, "action": torch.tensor([1, 0]), "seen": count.clone()})
+
+    batch = make(lambda: CountingGymEnv(lengths=100), policy, steps=5, workers=min(1, kind.workers)).next()
+    assert batch["seen"].flatten().tolist() == [0, 1, 2, 3, 4]
+    assert batch.get("_count", None) is None
 
 
-def saved(collector: Collector, path: Any) -> dict[str, Any]:
-    """The state by way of a file that is read without running anything in it."""
-    torch.save(collector.state_dict(), path / "collector.pt")
-    return torch.load(path / "collector.pt", weights_only=True)
+# -- mistakes -------------------------------------------------------------------------------------------------------
 
 
-def test_a_saved_collector_goes_on_with_its_counters(make: Make, tmp_path: Any) -> None:
-    first = make(policy=actor(), total_frames=60, track_policy_version=True)
-    first.next()
-    first.update_policy_weights_()
-    first.next()
-    second = make(policy=actor(), total_frames=60, track_policy_version=True)
-    second.load_state_dict(saved(first, tmp_path))
-    assert second.policy_version == 1
-    assert (second.stats()["frames"], second.stats()["batches"]) == (20, 2)
-    rest = list(second)
-    assert sum(batch.numel() for batch in rest) == 40
-    assert all((batch["policy_version"] == 1).all() for batch in rest)
+def test_an_env_used_in_between_begins_anew_with_new_ids(make: Make) -> None:
+    env = CountingEnv((2,), lengths=100)
+    collector = make(env, frames_per_batch=6)
+    first = collector.next()
+    env.rollout(4)
+    with pytest.warns(UserWarning, match="used elsewhere"):
+        second = collector.next()
+    assert_frames_belong(second)
+    assert first_steps(second) == [0, 0]
+    assert not ids_of([first]) & ids_of([second])
 
 
-def test_a_saved_collector_acts_with_the_same_weights(make: Make, tmp_path: Any) -> None:
-    first = make(policy=actor())
-    first.update_policy_weights_(actor())  # not those of the policy that it was given
-    second = make(policy=actor())
-    second.load_state_dict(saved(first, tmp_path))
-    for name, weight in first.policy.state_dict().items():
-        assert torch.equal(second.policy.state_dict()[name], weight)
-    batch = second.next()
-    assert torch.allclose(batch["logits"], first.policy[0].module(batch["observation"]), atol=1e-5)
+def test_two_collectors_on_one_env_do_not_mix_their_frames(make: Make) -> None:
+    env = CountingEnv((2,), lengths=100)
+    one, other = make(env, frames_per_batch=6), make(env, frames_per_batch=6)
+    other.next()
+    for collector in (one, other, one, other):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert_frames_belong(collector.next())
+        assert ["used elsewhere" in str(warning.message) for warning in told] == [True]
 
 
-def test_ids_do_not_collide_with_those_before(make: Make, tmp_path: Any) -> None:
-    first = make(CountingEnv((2,), lengths=4), worker_idx=1)
-    before = set(torch.cat([first.next()[IDS], first.next()[IDS]]).unique().tolist())
-    second = make(CountingEnv((2,), lengths=4), worker_idx=1)
-    second.load_state_dict(saved(first, tmp_path))
-    later = second.next()
-    assert first_step(later) == 0
-    assert not before & set(later[IDS].unique().tolist())
-    assert (later[IDS] >> 40 == 1).all()
+def test_a_closed_env_is_refused(make: Make) -> None:
+    env = GymEnv(CountingGymEnv())
+    env.close()
+    with pytest.raises(ClosedError):
+        make(env)
 
 
-def test_the_random_stream_goes_on(make: Make, tmp_path: Any) -> None:
-    first = make(policy=actor(), frames_per_batch=200)
-    first.set_seed(3)
-    first.next()
-    state = saved(first, tmp_path)
-    batches = []
-    for _ in range(2):
-        torch.manual_seed(0)  # none of the collector's business any more
-        torch.rand(7)
-        other = make(policy=actor(), frames_per_batch=200)
-        other.load_state_dict(state)
-        batches.append(other.next())
-    assert torch.equal(batches[0]["action"], batches[1]["action"])
-    assert torch.equal(batches[0]["logits"], batches[1]["logits"])
-    noise = make(policy=actor(), frames_per_batch=200)
-    noise.set_seed(3)
-    assert not torch.equal(noise.next()["action"], batches[0]["action"]), "the stream began anew"
+@over(HERE)
+def test_a_policy_that_changes_its_kind_of_numbers_is_told(make: Make, kind: Kind) -> None:
+    calls = []
+
+    def policy(observation: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return torch.tensor([1, 0]) if len(calls) == 1 else torch.tensor([0.2, 0.9])
+
+    with pytest.raises(TypeError, match=r"'action' as torch\.float32, but torch\.int64 was expected") as caught:
+        make(CountingGymEnv, policy, workers=min(1, kind.workers)).next()
+    if hasattr(caught.value, "__notes__"):
+        assert any("step 0 of a batch" in note for note in caught.value.__notes__)
 
 
-def test_random_frames_are_not_begun_again(make: Make, tmp_path: Any) -> None:
-    options = {"init_random_frames": 10, "total_frames": 40}
-    first = make(policy=actor(), **options)
-    assert (first.next()["logits"] == 0).all()
-    second = make(policy=actor(), **options)
-    second.load_state_dict(saved(first, tmp_path))
-    assert (second.next()["logits"] != 0).any()
+def test_arguments_of_which_only_some_are_observations_are_refused(make: Make) -> None:
+    env = GymEnv(CountingGymEnv(kind="dict"))  # count and inner/step
+    with pytest.raises(PolicyError, match="cannot be matched"):
+        make(env, lambda step, other: torch.tensor([1, 0]))
 
 
-def test_whole_episodes_are_kept_and_unfinished_ones_counted_as_dropped(make: Make, tmp_path: Any) -> None:
-    options = {"frames_per_batch": 23, "total_frames": 46, "trajs_per_batch": 2}
-    first = make(CountingEnv(lengths=5), **options)
-    delivered = first.next()  # of four whole episodes and three frames
-    state = saved(first, tmp_path)
-    second = make(CountingEnv(lengths=5), **options)
-    second.load_state_dict(state)
-    assert second.stats()["dropped_frames"] == 3
-    rest = list(second)
-    assert rest[0]["observation"][:, 0, 1].tolist() == [2, 3]  # were waiting in the saved state
-    ids = torch.cat([batch[IDS][:, 0] for batch in [delivered, *rest]])
-    assert len(ids.unique()) == len(ids) == 8
-    assert second.stats()["frames"] == 46
-    assert second.stats()["dropped_frames"] == 46 - 8 * 5
+@pytest.mark.parametrize("given", [0.7, -1.0, 300.0])
+def test_observations_that_the_dtype_has_not_are_refused(make: Make, given: float) -> None:
+    class Odd(gym.Env[Any, Any]):
+        observation_space, action_space = gs.Box(0, 255, (2,), np.uint8), gs.Discrete(2)
+
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            return np.zeros(2), {}  # float zeros are bytes too
+
+        def step(self, action: Any) -> Any:
+            return np.full(2, given), 0.0, False, False, {}
+
+    with pytest.raises(TypeError, match="uint8 does not have"):
+        make(Odd).next()
 
 
-def test_a_state_without_weights_can_be_loaded_by_any_policy(make: Make) -> None:
-    state = make(policy=lambda td: td.set("action", td["observation"][..., :2])).state_dict()
-    assert "policy_state_dict" not in state
-    collector = make(policy=actor())
-    collector.load_state_dict(state)
-    assert collector.next().shape == (10,)
+def test_policy_version_requests_are_equal() -> None:
+    assert PolicyVersion() == PolicyVersion()
 
 
-def test_weights_for_a_policy_that_has_none_are_refused(make: Make) -> None:
-    state = make(policy=actor()).state_dict()
-    collector = make(policy=lambda td: td.set("action", td["observation"][..., :2]))
-    with pytest.raises(ValueError, match=r"weights.*none"):
-        collector.load_state_dict(state)
+def test_the_stages_tell_how_a_policy_ran(make: Make) -> None:
+    collector = make(None, torch.nn.Sequential(torch.nn.Linear(3, 2)))
+    collector.next()
+    assert collector.policy_stages == ["MLPStage"]
+    slow = make(None, lambda td: td.set("action", torch.tensor([1, 0])))
+    slow.next()
+    assert slow.policy_stages == ["TensorDictStage"]
 
 
-def test_weights_of_another_policy_are_refused_unless_not_strict(make: Make) -> None:
-    state = make(policy=actor()).state_dict()
-    other = TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["action"])
-    with pytest.raises(RuntimeError, match="Missing key"):
-        make(policy=other).load_state_dict(state)
-    make(policy=other).load_state_dict(state, strict=False)
-
-
-def test_a_state_of_something_else_is_refused(make: Make) -> None:
-    collector = make()
-    with pytest.raises(KeyError, match="no state of a collector: it has no env_state_dict, iter, traj_pool"):
-        collector.load_state_dict({"frames": 10})
-    assert collector.stats()["frames"] == 0
-
-
-def test_gymnasium_envs_go_on_in_new_episodes(make: Make, tmp_path: Any) -> None:
-    first = make(GymEnv(CountingGymEnv()), total_frames=30)
-    first.set_seed(1)
-    first.next()
-    second = make(GymEnv(CountingGymEnv()), total_frames=30)
-    second.load_state_dict(saved(first, tmp_path))
-    assert [first_step(batch) for batch in second] == [0, 0]
+@over([ASYNC_HERE])
+def test_how_many_batches_of_different_sizes_there_will_be_is_not_known(make: Make) -> None:
+    with pytest.raises(TypeError):
+        len(make(frames_per_batch=[6, 10], total_frames=64))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
+import resource
 import tracemalloc
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from tensordict.nn import TensorDictModule
-from torch import nn
+from common import StopAfter, net
+from inside import newest_slot, slots_allocated, slots_held, slots_known_to_workers
+from kinds import ASYNC_HERE, SPREAD, SYNC, SYNC_HERE, Kind, Make, over
 
 from swath.collectors import Collector
 from swath.envs import GymEnv, SerialEnv
@@ -23,8 +26,7 @@ def collector_of(lanes: int, **options: Any) -> Collector:
     env: Any = GymEnv(CountingGymEnv(lengths=[3, 7]))
     if lanes:
         env = SerialEnv(lanes, [lambda make=make: GymEnv(make) for make in counting_envs(lanes, lengths=[3, 7])])
-    policy = TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["action"])
-    return Collector(env, policy, frames_per_batch=4 * max(1, lanes), **options)
+    return Collector(env, net(), frames_per_batch=4 * max(1, lanes), **options)
 
 
 def test_memory_is_flat_over_2000_batches_let_go_at_once() -> None:
@@ -77,7 +79,7 @@ def test_slots_that_a_consumer_once_held_are_given_back() -> None:
     for _ in range(10):
         collector.next()
     assert collector.stats()["slots_allocated"] == 50
-    assert len(collector._loop.arena) <= 3
+    assert slots_held(collector) <= 3
 
 
 def test_a_shorter_last_batch_does_not_cost_the_others_their_slot() -> None:
@@ -88,14 +90,7 @@ def test_a_shorter_last_batch_does_not_cost_the_others_their_slot() -> None:
 
 
 def test_interrupted_batches_do_not_add_slots() -> None:
-    class EverySecond:
-        calls = 0
-
-        def collection_stopped(self) -> bool:
-            self.calls += 1
-            return self.calls % 3 == 0
-
-    collector = collector_of(2, interruptor=EverySecond())
+    collector = collector_of(2, interruptor=StopAfter(3))
     for _ in range(200):
         collector.next()
     assert collector.stats()["slots_allocated"] == 1
@@ -119,3 +114,61 @@ def test_trained_on_batches_are_let_go() -> None:
         loss.backward()
         del batch, loss
     assert collector.stats()["slots_allocated"] <= 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "lanes"),
+    [
+        *((SYNC_HERE, how, lanes) for how, lanes in (("stack", 0), ("stack", 2), (0, 2), (0, 0), (-1, 0))),
+        *((SYNC, how, 0) for how in ("stack", 0, -1)),
+    ],
+    ids=str,
+)
+def test_a_sync_batch_is_the_memory_that_workers_wrote_to(make: Make, how: Any, lanes: int) -> None:
+    collector = make(lanes=lanes, frames_per_batch=16, cat_results=how)
+    batch = collector.next()
+    columns = newest_slot(collector)
+    for key, value in batch.items(True, True):
+        assert value.data_ptr() == columns[key].data_ptr()
+        assert value.is_contiguous()
+
+
+@over([SYNC_HERE, ASYNC_HERE])
+def test_slots_of_workers_are_used_again(make: Make, kind: Kind) -> None:
+    collector = make(steps=4)
+    for _ in range(20):
+        collector.next()
+    allocated, held = slots_allocated(collector), slots_held(collector)
+    for _ in range(150):
+        collector.next()
+    assert slots_allocated(collector) == allocated
+    assert slots_held(collector) == held
+    assert max(allocated) <= (2 if kind.joins else 4)
+
+
+@over([SYNC])
+def test_workers_forget_slots_that_are_gone(make: Make) -> None:
+    """A consumer that keeps many batches and lets them go gives the memory back, here and in the workers."""
+    collector = make(steps=4)
+    kept = [collector.next() for _ in range(30)]
+    assert slots_held(collector) >= 30
+    del kept
+    gc.collect()
+    for _ in range(30):
+        collector.next()
+    assert slots_held(collector) <= 6
+    assert len(collector.get_distant_attr("env.batch_size")) == 2  # the workers still answer
+    assert slots_known_to_workers(collector) <= 6
+
+
+@over(SPREAD)
+def test_thousands_of_batches_may_be_kept(make: Make) -> None:
+    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 120, most))
+    try:
+        kept = list(make(None, net(), steps=1, batches=600))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
+    assert len(kept) == 600
+    assert len({batch["observation"].data_ptr() for batch in kept}) == 600

@@ -1,90 +1,83 @@
-"""Every argument of Collector does what it says. There is at least one test for each, named after it."""
+"""Every argument of collectors does what it says, in every kind: there is a test for each, named after it."""
 
 import io
+import json
+import os
 import re
-from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from common import StopAfter, actor, buffer, by_lane, first_steps, keys, net, rows
+from inside import tqdm_replaced, worker_of
+from kinds import ALL, ASYNC, ASYNC_HERE, HERE, SINGLE, SPREAD, SYNC, SYNC_HERE, Kind, Make, over
 from tensordict import TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
-from swath.collectors import Collector, CollectorConfig, PolicyVersion
-from swath.data import LazyTensorStorage, ReplayBuffer
+from swath.collectors import AsyncCollector, Collector, CollectorConfig, MultiConfig, PolicyVersion
 from swath.envs import EnvBase, GymEnv, SerialEnv
+from swath.errors import EndlessError
+from swath.keys import MASK, TRAJ_IDS
 from swath.modules import ExplorationType, set_exploration_type
 from swath.testing import CountingEnv, CountingGymEnv, assert_frames_belong, assert_whole_in_a_row
 
-IDS = ("collector", "traj_ids")
-MASK = ("collector", "mask")
-
-
-@pytest.fixture
-def make() -> Iterator[Any]:
-    """Makes collectors that are shut down after the test; of one counting env, and 10 frames in a batch."""
-    made: list[Collector] = []
-
-    def build(env: Any = None, policy: Any = None, **options: Any) -> Collector:
-        options.setdefault("frames_per_batch", 10)
-        made.append(Collector(CountingEnv() if env is None else env, policy, **options))
-        return made[-1]
-
-    yield build
-    for collector in made:
-        collector.shutdown()
-
-
-def net() -> TensorDictModule:
-    return TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["action"])
-
-
-def actor() -> ProbabilisticTensorDictSequential:
-    return ProbabilisticTensorDictSequential(
-        TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["logits"]),
-        ProbabilisticTensorDictModule(
-            in_keys=["logits"],
-            out_keys=["action"],
-            distribution_class=torch.distributions.OneHotCategorical,
-            return_log_prob=True,
-        ),
-    )
-
-
-def keys(batch: TensorDictBase) -> set[Any]:
-    return set(batch.keys(True, True))
+WITHOUT_EFFECT = {"collector_class", "weight_updater", "weight_sync_schemes", "weight_recv_schemes"}
+ELSEWHERE = {
+    "reset_at_each_iter": "test_conformance.py",
+    "replay_buffer": "test_buffer_writing.py",
+    "num_workers": "test_arguments.py",
+    "num_collectors": "test_arguments.py",
+    "cat_results": "test_delivery.py",
+    "preemptive_threshold": "test_delivery.py",
+    "slots_per_worker": "test_delivery.py",
+    "max_staleness": "test_delivery.py",
+    "update_at_each_batch": "test_weights.py",
+    "on_worker_failure": "faults/test_restarts.py",
+    "max_restarts": "faults/test_restarts.py",
+    "stall_warning_s": "faults/test_worker_deaths.py",
+    "stall_timeout_s": "faults/test_worker_deaths.py",
+    "start_timeout_s": "test_arguments.py",
+    "debug": "test_conformance.py",
+}
 
 
 def test_every_argument_has_a_test() -> None:
     tests = [name for name in globals() if name.startswith("test_")]
-    without = [f for f in CollectorConfig.__dataclass_fields__ if not any(t.startswith(f"test_{f}") for t in tests)]
-    assert without == []
+    arguments = {field.name for kind in (CollectorConfig, MultiConfig) for field in fields(kind)} - {"create_env_fn"}
+    without = {name for name in arguments if not any(name in test for test in tests)}
+    assert without - WITHOUT_EFFECT == set(ELSEWHERE)
 
 
 # -- env and policy -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrap", [lambda make: make, lambda make: make(), lambda make: [make], lambda make: [make()]])
-def test_create_env_fn_is_an_env_a_factory_or_a_list_of_one(make: Any, wrap: Any) -> None:
-    assert_frames_belong(make(wrap(CountingEnv)).next())
+@pytest.mark.parametrize("env", [CountingEnv, CountingGymEnv])
+def test_create_env_fn_is_an_env_a_factory_or_a_list_of_one(make: Make, wrap: Any, env: Any) -> None:
+    assert_frames_belong(make(wrap(env)).next())
 
 
-@pytest.mark.parametrize("wrap", [lambda make: make, lambda make: make()])
-def test_create_env_fn_may_make_a_gymnasium_env(make: Any, wrap: Any) -> None:
-    assert_frames_belong(make(wrap(CountingGymEnv)).next())
+@over(ALL)
+def test_create_env_kwargs_go_to_the_factory(make: Make) -> None:
+    batch = make(CountingEnv, lanes=2, steps=5, create_env_kwargs={"batch_size": (2,), "lengths": 3}).next()
+    assert rows(batch)["next", "done"][0, :, 0].tolist() == [False, False, True, False, False]
 
 
-def test_create_env_kwargs_go_to_the_factory(make: Any) -> None:
-    batch = make(CountingEnv, create_env_kwargs={"batch_size": (2,), "lengths": 3}).next()
-    assert batch.shape == (2, 5)
-    assert batch["next", "done"][0, :, 0].tolist() == [False, False, True, False, False]
+@over([SYNC_HERE])
+def test_create_env_kwargs_for_each_worker(make: Make) -> None:
+    collector = make(CountingEnv, create_env_kwargs=[{"lengths": 3}, {"lengths": 4}], steps=24)
+    assert collector.get_distant_attr("env.lengths") == [3, 4]
+    assert collector.next()["next", "done"].sum((1, 2)).tolist() == [8, 6]
 
 
-def test_policy_none_is_random(make: Any) -> None:
-    actions = make(frames_per_batch=200).next()["action"]
+@over(HERE)
+def test_policy_none_is_random(make: Make) -> None:
+    actions = make(steps=200).next()["action"]
     assert actions.sum(-1).eq(1).all()
-    assert 0.2 < actions[:, 0].float().mean() < 0.8
+    assert 0.2 < actions[..., 0].float().mean() < 0.8
 
 
 @pytest.mark.parametrize(
@@ -98,42 +91,47 @@ def test_policy_none_is_random(make: Any) -> None:
     ],
     ids=["TensorDictModule", "nn.Module", "named argument", "other name", "TensorDict function"],
 )
-def test_policy_may_take_a_tensordict_or_tensors(make: Any, policy: Any) -> None:
-    assert make(policy=policy).next()["action"].shape == (10, 2)
+@over(HERE)
+def test_policy_may_take_a_tensordict_or_tensors(make: Make, policy: Any) -> None:
+    assert make(None, policy).next()["action"].shape[-2:] == (10, 2)
 
 
-def test_policy_of_the_wrong_arity_is_refused(make: Any) -> None:
+@over(HERE)
+def test_policy_of_the_wrong_arity_is_refused(make: Make) -> None:
     with pytest.raises(TypeError, match=r"takes 2 arguments \(a, b\)"):
-        make(policy=lambda a, b: a)
+        make(None, lambda a, b: a)
 
 
-def test_policy_factory_is_called_once(make: Any) -> None:
+@over(HERE)
+def test_policy_factory_is_called_once_for_each_worker(make: Make, kind: Kind) -> None:
     calls: list[nn.Module] = []
 
     def factory() -> nn.Module:
         calls.append(net())
         return calls[-1]
 
-    collector = make(policy_factory=factory, total_frames=40)
+    collector = make(policy_factory=factory, batches=4)
     assert len(list(collector)) == 4
-    assert len(calls) == 1
-    assert collector.policy is calls[0]
+    assert len(calls) == max(1, kind.workers)
+    assert kind.workers or collector.policy is calls[0]
 
 
-def test_trust_policy_calls_it_with_a_tensordict_whatever_its_argument_is_called(make: Any) -> None:
+@over(HERE)
+def test_trust_policy_calls_it_with_a_tensordict_whatever_its_argument_is_called(make: Make) -> None:
     seen: list[Any] = []
 
     def policy(observation: Any) -> Any:
         seen.append(observation)
         return observation.set("action", observation["observation"][..., :2])
 
-    assert make(policy=policy, trust_policy=True).next()["action"].shape == (10, 2)
+    assert make(None, policy, trust_policy=True).next()["action"].shape[-1] == 2
+    assert seen
     assert all(isinstance(given, TensorDictBase) for given in seen)
 
 
 @pytest.mark.parametrize("trust", [True, False])
-def test_trust_policy_does_not_look_inside(make: Any, trust: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    collector = make(policy=net(), trust_policy=trust)
+def test_trust_policy_does_not_look_inside(make: Make, trust: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = make(None, net(), trust_policy=trust)
     calls: list[Any] = []
     forward = TensorDictModule.forward
     monkeypatch.setattr(TensorDictModule, "forward", lambda self, td: calls.append(td) or forward(self, td))
@@ -141,20 +139,21 @@ def test_trust_policy_does_not_look_inside(make: Any, trust: bool, monkeypatch: 
     assert len(calls) == (10 if trust else 0)
 
 
-def test_compile_policy(make: Any) -> None:
-    policy = net()
-    batch = make(policy=policy, compile_policy={"backend": "eager"}).next()
-    assert torch.allclose(batch["action"], policy.module(batch["observation"]), atol=1e-6)
+@over(HERE)
+def test_compile_policy(make: Make) -> None:
+    policy = actor()
+    batch = make(None, policy, compile_policy={"backend": "eager"}).next()
+    assert torch.allclose(batch["logits"], policy[0].module(batch["observation"]), atol=1e-6)
 
 
-def test_compile_policy_passes_its_arguments_on(make: Any) -> None:
+def test_compile_policy_passes_its_arguments_on(make: Make) -> None:
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    collector = make(policy=net(), compile_policy={"backend": backend, "fullgraph": False})
+    collector = make(None, net(), compile_policy={"backend": backend, "fullgraph": False})
     collector.next()
     collector.update_policy_weights_({"module.weight": torch.zeros(2, 3), "module.bias": torch.tensor([3.0, 4.0])})
     assert (collector.next()["action"] == torch.tensor([3.0, 4.0])).all()
@@ -162,92 +161,117 @@ def test_compile_policy_passes_its_arguments_on(make: Any) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA; without, see test_arguments.py")
-def test_cudagraph_policy(make: Any) -> None:
-    policy = net().to("cuda")
-    batch = make(policy=policy, policy_device="cuda", cudagraph_policy=True).next()
-    assert torch.allclose(batch["action"].cuda(), policy.module(batch["observation"].cuda()), atol=1e-5)
+def test_cudagraph_policy(make: Make) -> None:
+    policy = actor().to("cuda")
+    batch = make(None, policy, policy_device="cuda", cudagraph_policy=True).next()
+    assert torch.allclose(batch["logits"].cuda(), policy[0].module(batch["observation"].cuda()), atol=1e-5)
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_fast_policy_spares_the_module_calls(make: Any, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = net()
-    collector = make(policy=policy, fast_policy=fast)
+@over(HERE, needs="newest_weights")
+def test_fast_policy_spares_the_module_calls(
+    make: Make, kind: Kind, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = nn.Linear(3, 2)
+    collector = make(None, policy, fast_policy=fast)
     first = collector.next()
     calls: list[Any] = []
     forward = nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: calls.append(x) or forward(self, x))
     second = collector.next()
-    assert len(calls) == (0 if fast else 10)
+    assert len(calls) == (0 if fast else 10 * max(1, kind.workers))
     monkeypatch.undo()
     for batch in (first, second):
-        assert torch.allclose(batch["action"], policy.module(batch["observation"]), atol=1e-5)
+        assert torch.allclose(batch["action"], policy(batch["observation"]), atol=1e-5)
 
 
 # -- how much -------------------------------------------------------------------------------------------------------
 
 
-def test_frames_per_batch_counts_all_lanes(make: Any) -> None:
+def test_frames_per_batch_counts_all_lanes(make: Make) -> None:
     collector = make(CountingEnv((2, 3)), frames_per_batch=60)
     assert collector.next().shape == (2, 3, 10)
     assert collector.frames_per_batch == 10  # steps
     assert collector.requested_frames_per_batch == 60
 
 
-def test_frames_per_batch_is_rounded_up_to_whole_steps_with_a_warning(make: Any) -> None:
-    with pytest.warns(UserWarning, match=r"frames_per_batch=11 .* 12, whole steps of 2 lanes"):
-        collector = make(CountingEnv((2,)), frames_per_batch=11)
-    assert collector.next().numel() == collector.requested_frames_per_batch == 12
+@over(HERE)
+def test_frames_per_batch_is_rounded_up_to_whole_steps_with_a_warning(make: Make, kind: Kind) -> None:
+    rounded = 12 if kind.workers and kind.joins else 10
+    with pytest.warns(UserWarning, match=rf"frames_per_batch=9 .* {rounded}, whole steps of 2 lanes"):
+        collector = make(lanes=2, frames_per_batch=9)
+    assert collector.next().numel() == collector.requested_frames_per_batch == rounded
 
 
 @pytest.mark.parametrize("total", [None, -1])
-def test_total_frames_may_have_no_end(make: Any, total: int | None) -> None:
+@over(HERE)
+def test_total_frames_may_have_no_end(make: Make, total: int | None) -> None:
     collector = make(total_frames=total)
-    assert sum(collector.next().numel() for _ in range(50)) == 500
+    per_batch = collector.requested_frames_per_batch
+    assert sum(collector.next().numel() for _ in range(50)) == 50 * per_batch
     assert not collector.stats()["completed"]
 
 
-def test_total_frames_is_rounded_up_to_whole_steps_only(make: Any) -> None:
-    assert [b.shape[-1] for b in make(CountingEnv((2,)), frames_per_batch=10, total_frames=25)] == [5, 5, 3]
+@over(HERE)
+def test_total_frames_is_rounded_up_to_whole_steps_only_and_that_is_said(make: Make, kind: Kind) -> None:
+    unit = 4 if kind.workers and kind.joins else 2
+    with pytest.warns(UserWarning, match=rf"total_frames=25 is rounded up .*steps of {unit} lanes"):
+        collector = make(lanes=2, frames_per_batch=12, total_frames=25)
+    sizes = [batch.numel() for batch in collector]
+    assert sizes == [12, 12, unit]
+    assert len(collector) == 3
+
+
+@over(HERE)
+def test_total_frames_say_how_many_batches_there_are(make: Make) -> None:
+    collector = make(frames_per_batch=20, total_frames=90)
+    assert len(collector) == 5
+    assert make()  # it is something, though it has no length
+    for error in (RuntimeError, TypeError, EndlessError):
+        with pytest.raises(error, match="endless"):
+            len(make())
+    with pytest.raises(EndlessError, match="episodes"):
+        len(make(batches=5, trajs_per_batch=2))
 
 
 # -- where ----------------------------------------------------------------------------------------------------------
 
 
-def test_device_is_where_the_batch_says_it_is(make: Any) -> None:
+@over(HERE)
+def test_device_is_where_the_batch_says_it_is(make: Make) -> None:
     assert make(device="cpu").next().device == torch.device("cpu")
     assert make().next().device is None
 
 
-def test_storing_device_is_where_batches_lie(make: Any) -> None:
-    collector = make(storing_device="meta", total_frames=20)
+@over(HERE)
+def test_storing_device_is_where_batches_lie(make: Make) -> None:
+    assert make(storing_device="cpu").next().device == torch.device("cpu")
+    collector = make(device="cpu", storing_device="meta", batches=2)  # and goes before device
     for batch in collector:
         assert batch.device == torch.device("meta")
         assert batch["observation"].is_meta
-    assert collector.stats()["frames"] == 20
+    assert collector.stats()["completed"]
 
 
-def test_storing_device_goes_before_device(make: Any) -> None:
-    assert make(device="cpu", storing_device="meta").next().device == torch.device("meta")
-
-
-def test_policy_device_copies_a_policy_that_lies_elsewhere(make: Any) -> None:
+def test_policy_device_copies_a_policy_that_lies_elsewhere(make: Make) -> None:
     far = net().to("meta")
     # A policy without memory cannot act; that the copy was made where it was told shows in the attempt alone.
     with pytest.raises(NotImplementedError, match="meta"):
-        make(policy=far, policy_device="cpu")
+        make(None, far, policy_device="cpu")
     near = net()
-    collector = make(policy=near, policy_device="cpu")
+    collector = make(None, near, policy_device="cpu")
     assert collector.policy is near
     assert collector.next().device is None
 
 
-def test_env_device_and_policy_device_in_one_place_keep_the_batch_there(make: Any) -> None:
+@over(HERE)
+def test_env_device_and_policy_device_in_one_place_keep_the_batch_there(make: Make) -> None:
     assert make(env_device="cpu", policy_device="cpu").next().device == torch.device("cpu")
     assert make(env_device="cpu").next().device is None
 
 
 @pytest.mark.parametrize("value", [True, False])
-def test_no_cuda_sync_copies_without_waiting(make: Any, value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cuda_sync_copies_without_waiting(make: Make, value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[bool] = []
     original = TensorDictBase.to
 
@@ -263,252 +287,258 @@ def test_no_cuda_sync_copies_without_waiting(make: Any, value: bool, monkeypatch
 # -- how ------------------------------------------------------------------------------------------------------------
 
 
-def test_max_frames_per_traj_truncates(make: Any) -> None:
-    batch = make(CountingEnv(lengths=100), max_frames_per_traj=4).next()
-    assert batch["next", "truncated"][:, 0].nonzero()[:, 0].tolist() == [3, 7]
-    assert torch.equal(batch["next", "done"], batch["next", "truncated"])
-    assert not batch["next", "terminated"].any()
-    assert batch["step_count"][:, 0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
-    assert batch[IDS].tolist() == [0] * 4 + [1] * 4 + [2] * 2
-
-
 @pytest.mark.parametrize("value", [None, 0, -1])
-def test_max_frames_per_traj_may_be_off(make: Any, value: int | None) -> None:
-    batch = make(CountingEnv(lengths=100), max_frames_per_traj=value).next()
+@over(HERE)
+def test_max_frames_per_traj_may_be_off(make: Make, value: int | None) -> None:
+    batch = make(lengths=100, max_frames_per_traj=value).next()
     assert "step_count" not in keys(batch)
     assert not batch["next", "done"].any()
 
 
-def test_init_random_frames_makes_whole_batches_random(make: Any) -> None:
-    calls: list[int] = []
+@pytest.mark.parametrize("count", [None, 0, -1, 0.5, 1.5, 2, 2.05])
+@over(HERE)
+def test_init_random_frames_makes_whole_batches_random(make: Make, count: float | None) -> None:
+    """All of a batch, until so many frames are collected; what the policy would have written is zero then."""
 
     def policy(td: TensorDictBase) -> TensorDictBase:
-        calls.append(1)
-        td["action"] = torch.tensor([0.0, 7.0])
-        td["extra"] = torch.tensor([5.0])
-        return td
+        fill = torch.ones(*td.batch_size, 1)
+        return td.update({"action": fill * torch.tensor([0.0, 50.0]), "extra": fill * 5})
 
-    collector = make(policy=policy, init_random_frames=15, total_frames=40)
+    frames = make().requested_frames_per_batch
+    limit = None if count is None else int(count * frames)
+    is_random = []
+    for batch in make(None, policy, init_random_frames=limit, batches=5):
+        is_random.append(bool((batch["extra"] == 0).all()))
+        wanted = batch["action"].sum(-1) == 1 if is_random[-1] else batch["action"] == torch.tensor([0.0, 50.0])
+        assert wanted.all()
+    begun = 0 if limit is None or limit <= 0 else -(-limit // frames)
+    assert is_random == [number < begun for number in range(5)]
+
+
+def test_init_random_frames_do_not_ask_the_policy(make: Make) -> None:
+    calls: list[int] = []
+    policy = TensorDictModule(lambda obs: calls.append(1) or obs[..., :2], ["observation"], ["action"])
+    collector = make(None, policy, init_random_frames=15, batches=4)
     del calls[:]  # the call that found out what the policy writes
-    batches = list(collector)
+    list(collector)
     assert len(calls) == 20
-    for batch in batches[:2]:
-        assert (batch["action"].sum(-1) == 1).all()  # one-hot, in the policy's own dtype
-        assert (batch["extra"] == 0).all()
-    for batch in batches[2:]:
-        assert (batch["action"] == torch.tensor([0.0, 7.0])).all()
-        assert (batch["extra"] == 5).all()
 
 
-def test_init_random_frames_leaves_log_probs_at_zero(make: Any) -> None:
-    collector = make(policy=actor(), init_random_frames=10, total_frames=20)
-    random, acted = list(collector)
+@over([SYNC, ASYNC])
+def test_init_random_frames_of_processes(make: Make) -> None:
+    is_random = []
+    for batch in make(None, net(50.0), init_random_frames=30, batches=6):
+        is_random.append(bool((batch["action"] != 50.0).any()))
+        assert not is_random[-1] or (batch["action"].sum(-1) == 1).all()
+    assert sum(is_random) in (2, 3)
+
+
+@over(HERE)
+def test_init_random_frames_leave_log_probs_at_zero(make: Make) -> None:
+    random, acted = list(make(None, actor(), init_random_frames=10, batches=2))
     assert (random["action_log_prob"] == 0).all()
     assert (random["logits"] == 0).all()
     assert (acted["action_log_prob"] < 0).all()
 
 
-@pytest.mark.parametrize("value", [None, 0, -1])
-def test_init_random_frames_may_be_off(make: Any, value: int | None) -> None:
-    batch = make(policy=lambda td: td.set("action", torch.tensor([0.0, 7.0])), init_random_frames=value).next()
-    assert (batch["action"] == torch.tensor([0.0, 7.0])).all()
-
-
-def test_reset_at_each_iter_begins_new_episodes_with_new_ids(make: Any) -> None:
-    batches = list(make(CountingEnv(lengths=100), reset_at_each_iter=True, total_frames=30))
-    assert [batch["observation"][0].tolist() for batch in batches] == [[0, episode, 0] for episode in range(3)]
-    assert [batch[IDS].unique().tolist() for batch in batches] == [[0], [1], [2]]
-
-
-def test_exploration_type(make: Any) -> None:
-    policy = actor()
+@pytest.mark.parametrize("explores", [ExplorationType.MODE, ExplorationType.RANDOM, None])
+@over(ALL, needs="newest_weights")
+def test_exploration_type(make: Make, kind: Kind, explores: Any) -> None:
+    """None leaves it to the policy, and to what holds around it where it runs."""
+    policy = actor(default_interaction_type=ExplorationType.MODE)
     with torch.no_grad():
-        policy.module[0].module.weight.zero_()
-        policy.module[0].module.bias.copy_(torch.tensor([0.0, 0.1]))
-    greedy = make(policy=policy, exploration_type=ExplorationType.MODE, frames_per_batch=100).next()
-    assert (greedy["action"][:, 1] == 1).all()
-    random = make(policy=policy, exploration_type=ExplorationType.RANDOM, frames_per_batch=100).next()
-    assert 0 < random["action"][:, 1].sum() < 100
-
-
-def test_exploration_type_none_leaves_it_to_the_context(make: Any) -> None:
-    collector = make(policy=actor(), exploration_type=None, frames_per_batch=100)
-    with set_exploration_type(ExplorationType.MODE):
+        policy[0].module.weight.zero_()
+        policy[0].module.bias.copy_(torch.tensor([0.1, 0.2]))
+    collector = make(None, policy, exploration_type=explores, steps=100)
+    with set_exploration_type(ExplorationType.RANDOM):
         batch = collector.next()
-    assert torch.equal(batch["action"].argmax(-1), batch["logits"].argmax(-1))
+    is_greedy = bool((batch["action"] == torch.tensor([0, 1])).all())
+    assert is_greedy == (explores is ExplorationType.MODE or (explores is None and "share_objects" in kind.cannot))
 
 
-def test_reset_when_done_may_be_said(make: Any) -> None:
+@over(HERE)
+def test_reset_when_done_may_be_said(make: Make) -> None:
     assert_frames_belong(make(reset_when_done=True).next())
 
 
-def test_set_truncated_marks_only_the_last_step(make: Any) -> None:
-    batch = make(CountingEnv((2,), lengths=[[3], [5]]), set_truncated=True).next()
-    assert batch["next", "truncated"][..., 0].tolist() == [[False] * 4 + [True], [False] * 5]
-    assert batch["next", "terminated"][..., 0].tolist() == [[False, False, True, False, False], [False] * 4 + [True]]
-    assert batch["next", "done"][:, -1].all()
+@over(HERE)
+def test_set_truncated_marks_only_the_last_step(make: Make) -> None:
+    for batch in make(lengths=[3, 7, 20], set_truncated=True, batches=4, steps=5):
+        done, ended, cut = (rows(batch)["next", name][..., 0] for name in ("done", "terminated", "truncated"))
+        assert torch.equal(done, ended | cut)
+        assert torch.equal(cut[:, -1], ~ended[:, -1])
+        assert not cut[:, :-1].any()
 
 
-def test_interruptor_ends_the_batch_after_the_current_step(make: Any) -> None:
-    class AfterThree:
-        asked = 0
-
-        def collection_stopped(self) -> bool:
-            self.asked += 1
-            return self.asked % 3 == 0
-
-    collector = make(CountingEnv((2,)), frames_per_batch=20, total_frames=20, interruptor=AfterThree())
-    batches = list(collector)
-    assert [batch.shape for batch in batches] == [(2, 3), (2, 3), (2, 3), (2, 1)]
-    assert_frames_belong(torch.cat(batches, 1))
-    assert collector.stats()["frames"] == 20
+@over(ALL)
+def test_interruptor_ends_the_batch_after_the_current_step(make: Make) -> None:
+    """Where batches are joined, what a worker has not made is left out by the mask."""
+    collector = make(lengths=100, steps=10, batches=3, interruptor=StopAfter(3))
+    parts = []
+    for batch in collector:
+        mask = batch.get(MASK, torch.ones(batch.shape, dtype=torch.bool))
+        parts.extend(row[real] for row, real in zip(rows(batch), rows(mask), strict=True))
+    assert max(map(len, parts)) == 3
+    for own in by_lane(part.unsqueeze(0) for part in parts).values():
+        assert_frames_belong(own)
+    assert collector.stats()["frames"] == sum(map(len, parts)) == collector.config.total_frames
 
 
 # -- what is delivered ----------------------------------------------------------------------------------------------
 
 
-def test_postproc_decides_what_is_delivered(make: Any) -> None:
+@over(HERE)
+def test_postproc_decides_what_is_delivered(make: Make) -> None:
     assert keys(make(postproc=lambda batch: batch.select("action")).next()) == {"action"}
 
 
-def test_a_postproc_that_runs_out_of_something_does_not_end_the_collection_quietly(make: Any) -> None:
+@over(HERE)
+def test_postproc_that_runs_out_of_something_does_not_end_the_collection_quietly(make: Make) -> None:
     few = iter([1.0])
     with pytest.raises(RuntimeError, match="StopIteration"):
-        list(make(postproc=lambda batch: batch.set("scale", torch.full(batch.shape, next(few))), total_frames=50))
+        list(make(postproc=lambda batch: batch.set("scale", torch.full(batch.shape, next(few))), batches=5))
 
 
-def test_postproc_sees_trajectories_after_they_are_split(make: Any) -> None:
+@over(HERE)
+def test_postproc_sees_trajectories_after_they_are_split(make: Make) -> None:
     shapes: list[Any] = []
-    make(split_trajs=True, postproc=lambda batch: shapes.append(batch.shape) or batch).next()
-    make(trajs_per_batch=2, postproc=lambda batch: shapes.append(batch.shape) or batch).next()
-    assert shapes == [(2, 5), (2, 5)]
+    make(split_trajs=True, postproc=lambda batch: shapes.append(batch.shape[-1]) or batch).next()
+    make(trajs_per_batch=2, postproc=lambda batch: shapes.append(tuple(batch.shape)) or batch).next()
+    assert shapes == [5, (2, 5)]
 
 
-def test_postproc_must_return_the_batch(make: Any) -> None:
-    with pytest.raises(TypeError, match=r"postproc.*None"):
+@over(HERE)
+def test_postproc_must_return_the_batch(make: Make) -> None:
+    with pytest.raises(TypeError, match=r"postproc.*returned None"):
         make(postproc=lambda batch: None).next()
 
 
-def test_split_trajs_pads_and_masks(make: Any) -> None:
-    batch = make(CountingEnv(lengths=[3, 4]), split_trajs=True).next()
-    assert batch.shape == (3, 4)
-    assert batch[MASK].sum(-1).tolist() == [3, 4, 3]
-    assert (batch[IDS][~batch[MASK]] == -1).all()
-    assert not batch["observation"][~batch[MASK]].any()
+@over(HERE)
+def test_split_trajs_pads_and_masks(make: Make) -> None:
+    batch = make(lengths=[3, 4], lanes=2, split_trajs=True).next()
+    mask = batch[MASK]
+    assert batch.shape[1] == 4
+    assert mask.sum(-1).tolist() == [3, 4, 3] * (batch.shape[0] // 3)
+    assert (batch[TRAJ_IDS][~mask] == -1).all()
+    assert not batch["observation"][~mask].any()
+    assert len(batch[TRAJ_IDS][:, 0].unique()) == batch.shape[0]
 
 
 @pytest.mark.parametrize("value", [None, False])
-def test_split_trajs_may_be_off(make: Any, value: bool | None) -> None:
-    assert make(split_trajs=value).next().shape == (10,)
+@over(HERE)
+def test_split_trajs_may_be_off(make: Make, value: bool | None) -> None:
+    assert make(split_trajs=value).next().shape[-1] == 10
 
 
-def test_track_traj_ids_may_be_off(make: Any) -> None:
-    assert IDS in keys(make().next())
-    assert IDS not in keys(make(track_traj_ids=False).next())
+@over(HERE)
+def test_track_traj_ids_may_be_off(make: Make) -> None:
+    assert TRAJ_IDS in keys(make().next())
+    batch = make(track_traj_ids=False).next()
+    assert "collector" not in batch
+    assert_frames_belong(batch)
 
 
-def test_return_same_td_overwrites_one_object(make: Any) -> None:
-    collector = make(CountingEnv(lengths=1000), return_same_td=True, total_frames=30)
-    firsts = []
-    objects: set[int] = set()
+@over(HERE, needs="newest_weights")
+def test_return_same_td_overwrites_one_object(make: Make) -> None:
+    collector = make(lengths=1000, return_same_td=True, frames_per_batch=20, total_frames=50)
+    firsts, objects = [], []
     for batch in collector:
-        objects.add(id(batch))
-        firsts.append(int(batch["observation"][0, 2]))
-    assert len(objects) == 1
-    assert firsts == [0, 10, 20]
+        objects.append(batch)
+        firsts.append(int(rows(batch)[0, 0]["observation"][2]))
+    steps = objects[0].shape[-1]
+    assert firsts == [0, steps, 2 * steps]
+    assert objects[0] is objects[1]
+    assert objects[2].shape[-1] == steps // 2  # a shorter one is given as it is
 
 
-def test_return_same_td_gives_a_shorter_batch_as_it_is(make: Any) -> None:
-    first, second, third = list(make(return_same_td=True, total_frames=25))
-    assert first is second
-    assert third.shape == (5,)
-
-
-@pytest.mark.parametrize("value", [None, True, False])
-def test_auto_register_policy_transforms_makes_no_difference(make: Any, value: bool | None) -> None:
-    """For what it does elsewhere, see tests/interop: a recurrent policy has its state with any of these."""
-    first, second = list(make(auto_register_policy_transforms=value, total_frames=20))
-    assert_frames_belong(torch.cat([first, second]))
+@over([ASYNC_HERE])
+def test_return_same_td_of_one_worker(make: Make) -> None:
+    batches = list(make(workers=1, lengths=100, return_same_td=True, batches=3))
+    assert batches[0] is batches[1] is batches[2]
+    assert first_steps(batches[0]) == [20]
 
 
 @pytest.mark.parametrize("value", [None, True, False])
-def test_use_buffers_makes_no_difference(make: Any, value: bool | None) -> None:
-    first, second = list(make(use_buffers=value, total_frames=20))
+@pytest.mark.parametrize("name", ["auto_register_policy_transforms", "use_buffers"])
+def test_auto_register_policy_transforms_and_use_buffers_make_no_difference(make: Make, name: str, value: Any) -> None:
+    """For what the first does elsewhere, see tests/interop: a recurrent policy has its state with any of these."""
+    first, second = list(make(**{name: value}, batches=2))
     assert_frames_belong(torch.cat([first, second]))
 
 
-def test_track_policy_version_is_the_version_that_acted(make: Any) -> None:
+@over(HERE, needs="newest_weights")
+def test_track_policy_version_is_the_version_that_acted(make: Make) -> None:
     """The first frame behind an update has the new version, at the root too."""
-    collector = make(policy=net(), track_policy_version=True)
+    collector = make(None, net(), track_policy_version=PolicyVersion(), lanes=2)
     for version in range(3):
         batch = collector.next()
-        assert batch["policy_version"].tolist() == [version] * 10
-        assert batch["next", "policy_version"].tolist() == [version] * 10
+        assert (batch["policy_version"] == version).all()
+        assert torch.equal(batch["policy_version"], batch["next", "policy_version"])
+        assert batch["policy_version"].shape == batch.shape
         assert collector.policy_version == collector.get_policy_version() == version
         collector.update_policy_weights_()
     collector.increment_version()
-    assert collector.next()["policy_version"].tolist() == [4] * 10
+    assert (collector.next()["policy_version"] == 4).all()
 
 
-def test_track_policy_version_of_a_batched_env(make: Any) -> None:
-    collector = make(CountingEnv((2,)), net(), track_policy_version=PolicyVersion())
-    collector.update_policy_weights_()
-    batch = collector.next()
-    assert batch["policy_version"].tolist() == batch["next", "policy_version"].tolist() == [[1] * 5] * 2
-
-
-def test_track_policy_version_may_be_off(make: Any) -> None:
-    collector = make(policy=net())
-    assert collector.policy_version is None
+@over(HERE)
+def test_track_policy_version_may_be_off(make: Make) -> None:
+    collector = make(None, net(), track_policy_version=False)
     assert "policy_version" not in keys(collector.next())
     assert collector.stats()["policy_version"] == 0  # counted all the same
 
 
-def test_trajs_per_batch_delivers_whole_episodes(make: Any) -> None:
-    collector = make(CountingEnv(lengths=[3, 8]), frames_per_batch=4, total_frames=44, trajs_per_batch=2)
-    batches = list(collector)
-    assert [batch.shape for batch in batches] == [(2, 8)] * 4
-    assert all(batch[MASK].sum(-1).tolist() == [3, 8] for batch in batches)
-    assert collector.stats()["dropped_frames"] == 0
+@over(HERE)
+def test_track_policy_version_is_on_where_a_batch_may_be_older_than_the_weights(make: Make, kind: Kind) -> None:
+    assert ("policy_version" in keys(make(None, net()).next())) == (not kind.joins)
 
 
-def test_trajs_per_batch_goes_on_where_a_loop_was_left(make: Any) -> None:
-    """One rollout holds 20 episodes; leaving the loop loses none of them."""
-    collector = make(frames_per_batch=100, total_frames=100, trajs_per_batch=2)
-    seen = []
+@over(HERE)
+def test_trajs_per_batch_goes_on_where_a_loop_was_left(make: Make) -> None:
+    """One rollout holds 20 episodes of each lane; leaving the loop loses none of them."""
+    collector = make(steps=100, batches=2, trajs_per_batch=2)
+    seen: list[tuple[float, float]] = []
     while True:
         count = len(seen)
         for batch in collector:
-            seen.extend(batch["observation"][:, 0, 1].tolist())
+            seen.extend(tuple(row[0, :2].tolist()) for row in batch["observation"])
             break
         if len(seen) == count:
             break
-    assert seen == list(range(20))
+    assert len(seen) == len(set(seen)) == collector.stats()["frames"] // 5
     assert collector.stats()["dropped_frames"] == 0
 
 
-def test_traj_format_cat_puts_episodes_behind_each_other(make: Any) -> None:
-    batch = make(CountingEnv(lengths=[3, 8]), trajs_per_batch=2, traj_format="cat").next()
+@over(HERE)
+def test_trajs_per_batch_leaves_frames_to_iterator(make: Make) -> None:
+    collector = make(trajs_per_batch=2, batches=5)
+    assert next(iter(collector.iterator())).numel() == collector.requested_frames_per_batch
+    for episodes in collector:
+        assert episodes[MASK].sum(1).tolist() == [5, 5]
+        assert (episodes["observation"][:, 0, 2] == 0).all()
+
+
+def test_traj_format_cat_puts_episodes_behind_each_other(make: Make) -> None:
+    batch = make(lengths=[3, 8], trajs_per_batch=2, traj_format="cat").next()
     assert batch.shape == (11,)
     assert MASK not in keys(batch)
     assert assert_whole_in_a_row(batch, lambda lane, episode: [3, 8][episode % 2]) == [(0, 0), (0, 1)]
+    for form in ({"traj_format": "padded"}, {}):
+        assert make(lengths=[3, 8], trajs_per_batch=2, **form).next().shape == (2, 8)
 
 
-def test_traj_format_padded_is_the_default(make: Any) -> None:
-    said, unsaid = (
-        make(CountingEnv(lengths=[3, 8]), trajs_per_batch=2, **form).next() for form in ({"traj_format": "padded"}, {})
-    )
-    assert said.shape == unsaid.shape == (2, 8)
-
-
-def test_compact_obs_leaves_observations_out_of_next(make: Any) -> None:
+@over(HERE)
+def test_compact_obs_leaves_observations_out_of_next(make: Make) -> None:
     batch = make(compact_obs=True).next()
     assert "observation" in keys(batch)
-    assert set(batch["next"].keys()) == {"reward", "done", "terminated", "truncated"}
+    assert set(batch["next"].keys()) - {"policy_version"} == {"reward", "done", "terminated", "truncated"}
     assert_frames_belong(batch, compact=True)
 
 
-def test_pre_collect_hook_comes_before_every_rollout_and_its_reset(make: Any) -> None:
+# -- hooks ----------------------------------------------------------------------------------------------------------
+
+
+def test_pre_collect_hook_comes_before_every_rollout_and_its_reset(make: Make) -> None:
     class Env(CountingEnv):
         def _reset(self, td: TensorDictBase) -> TensorDictBase:
             calls.append("reset")
@@ -516,19 +546,50 @@ def test_pre_collect_hook_comes_before_every_rollout_and_its_reset(make: Any) ->
 
     calls: list[str] = []
     collector = make(
-        Env(lengths=1000), reset_at_each_iter=True, total_frames=20, pre_collect_hook=lambda: calls.append("pre")
+        Env(lengths=1000), reset_at_each_iter=True, batches=2, pre_collect_hook=lambda: calls.append("pre")
     )
     assert len(list(collector)) == 2
     assert calls == ["reset", "pre", "pre", "reset"]
 
 
-def test_post_collect_hook_gets_what_is_delivered(make: Any) -> None:
+@over(SPREAD)
+def test_init_fn_and_hooks_run_in_the_workers(make: Make, tmp_path: Path) -> None:
+    def note(what: str) -> None:
+        (tmp_path / f"{what} {os.getpid()}").touch()
+
+    collector = make(
+        batches=4,
+        init_fn=lambda: note("init"),
+        pre_collect_hook=lambda: note("pre"),
+        post_collect_hook=lambda batch: note("post"),
+        postproc=lambda batch: (note("postproc"), batch)[1],
+    )
+    pids = collector.worker_pids
+    assert len({*pids, os.getpid()}) == 3
+    list(collector)
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {f"{what} {pid}" for what in ("init", "pre", "post") for pid in pids} | {f"postproc {os.getpid()}"}
+
+
+@over(ALL)
+def test_post_collect_hook_may_change_what_is_delivered(make: Make) -> None:
+    def hook(batch: TensorDictBase) -> None:
+        batch["next", "reward"].fill_(7.0)
+
+    assert (make(post_collect_hook=hook).next()["next", "reward"] == 7).all()
+
+
+@over(HERE)
+def test_post_collect_hook_gets_what_each_rollout_gave(make: Make) -> None:
     seen: list[TensorDictBase] = []
-    batches = list(make(total_frames=20, post_collect_hook=seen.append))
-    assert all(given is delivered for given, delivered in zip(seen, batches, strict=True))
+    batches = list(make(batches=4, post_collect_hook=lambda batch: seen.append(batch.clone())))
+    given, delivered = by_lane(seen), by_lane(batches)
+    assert given.keys() == delivered.keys()
+    assert all((given[lane] == delivered[lane]).all() for lane in given)
 
 
-def test_post_collect_hook_that_fails_ends_the_collection(make: Any) -> None:
+@over(HERE)
+def test_post_collect_hook_that_fails_ends_the_collection(make: Make) -> None:
     def hook(batch: TensorDictBase) -> None:
         raise ZeroDivisionError("from the hook")
 
@@ -538,47 +599,52 @@ def test_post_collect_hook_that_fails_ends_the_collection(make: Any) -> None:
     assert collector.closed
 
 
-def test_worker_idx_is_part_of_the_ids(make: Any) -> None:
+@over(ALL, needs="newest_weights")
+def test_post_collect_hook_and_pre_collect_hook_may_be_replaced(make: Make, kind: Kind, tmp_path: Path) -> None:
+    def note(what: str) -> Any:
+        return lambda *_: (tmp_path / what).open("a").write("+")
+
+    before, behind = note("before"), note("behind")
+    collector = make(pre_collect_hook=before, post_collect_hook=behind)
+    assert collector.pre_collect_hook is before
+    assert collector.post_collect_hook is behind
+    collector.next()
+    other = note("other")
+    collector.set_post_collect_hook(other)
+    assert collector.post_collect_hook is other
+    collector.next()
+    collector.set_post_collect_hook(None)
+    collector.set_pre_collect_hook(None)
+    assert collector.pre_collect_hook is collector.post_collect_hook is None
+    collector.next()
+    count = max(1, kind.workers)
+    found = {path.name: len(path.read_text()) for path in tmp_path.iterdir()}
+    assert found == {"before": 2 * count, "behind": count, "other": count}
+
+
+@over(HERE)
+def test_worker_idx_is_where_the_numbers_of_workers_begin(make: Make, kind: Kind) -> None:
     collector = make(worker_idx=3)
-    assert collector.next()[IDS].tolist() == [3 << 40] * 5 + [(3 << 40) + 1] * 5
     assert collector.worker_idx == 3
+    seen = {worker_of(row) for _ in range(6) for row in rows(collector.next())}
+    assert seen == {3 + number for number in range(max(1, kind.workers))}
 
 
-def buffer() -> ReplayBuffer:
-    return ReplayBuffer(storage=LazyTensorStorage(1000))
+# -- buffers --------------------------------------------------------------------------------------------------------
 
 
-def test_replay_buffer_takes_what_would_be_delivered(make: Any) -> None:
-    kept = buffer()
-    assert list(make(replay_buffer=kept, total_frames=25)) == [None] * 3
-    assert kept.write_count == len(kept) == 25
-    assert_frames_belong(kept[:])
-
-
-def test_replay_buffer_may_be_left_out(make: Any) -> None:
-    assert make(replay_buffer=None).next().shape == (10,)
-
-
-def test_extend_buffer_writes_once_per_batch(make: Any) -> None:
+@pytest.mark.parametrize("extend", [True, False])
+def test_extend_buffer_writes_once_per_batch_or_after_every_step(make: Make, extend: bool) -> None:
     kept, seen = buffer(), list[int]()
     policy = TensorDictModule(lambda obs: seen.append(kept.write_count) or obs[..., :2], ["observation"], ["action"])
-    collector = make(policy=policy, replay_buffer=kept, total_frames=20)
+    collector = make(None, policy, replay_buffer=kept, extend_buffer=extend, batches=2)
     seen.clear()  # the policy is tried once before the first step
-    list(collector)
-    assert seen == [0] * 10 + [10] * 10
-
-
-def test_extend_buffer_false_writes_after_every_step(make: Any) -> None:
-    kept, seen = buffer(), list[int]()
-    policy = TensorDictModule(lambda obs: seen.append(kept.write_count) or obs[..., :2], ["observation"], ["action"])
-    collector = make(policy=policy, replay_buffer=kept, extend_buffer=False, total_frames=20)
-    seen.clear()
     assert list(collector) == [None] * 2
-    assert seen == list(range(20))
+    assert seen == ([0] * 10 + [10] * 10 if extend else list(range(20)))
     assert_frames_belong(kept[:])
 
 
-def test_trajs_per_write_groups_episodes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trajs_per_write_groups_episodes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, sizes = buffer(), list[int]()
     original = kept.write
 
@@ -587,42 +653,153 @@ def test_trajs_per_write_groups_episodes(make: Any, monkeypatch: pytest.MonkeyPa
         return original(entries, shape, **options)
 
     monkeypatch.setattr(kept, "write", write)
-    list(make(replay_buffer=kept, trajs_per_batch=1, trajs_per_write=3, total_frames=40))
+    list(make(replay_buffer=kept, trajs_per_batch=1, trajs_per_write=3, batches=4))
     assert sizes == [15, 15, 10]  # what is left at the end is written too
     assert len(assert_whole_in_a_row(kept[:], lambda lane, episode: 5)) == 8
 
 
-def test_progress_shows_a_bar(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from swath.collectors import progress
-
+@over(HERE)
+def test_progress_shows_a_bar(make: Make) -> None:
     out = io.StringIO()
-    original = progress.tqdm
-    monkeypatch.setattr(progress, "tqdm", lambda **options: original(file=out, **options))
-    list(make(progress=True, total_frames=20))
-    assert re.search(r"20\.0/20\.0", out.getvalue())
+    with tqdm_replaced(lambda tqdm: lambda **options: tqdm(file=out, **options)):
+        list(make(progress=True, frames_per_batch=20, total_frames=40))
+    assert re.search(r"40\.0/40\.0", out.getvalue())
 
 
-# -- several lanes --------------------------------------------------------------------------------------------------
+# -- workers --------------------------------------------------------------------------------------------------------
 
 
-def test_lanes_of_a_serial_env_keep_their_rows(make: Any) -> None:
-    factories: list[Any] = [lambda lane=lane: GymEnv(CountingGymEnv(lane)) for lane in range(4)]
-    batch = make(SerialEnv(4, factories), frames_per_batch=200).next()
-    assert batch.shape == (4, 50)
-    assert batch.names == [None, "time"]
-    assert_frames_belong(batch)
+class ThreadCounter(nn.Module):
+    """Acts by the number of torch's threads."""
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return torch.full_like(observation[..., :2], float(torch.get_num_threads()))
 
 
-def test_a_custom_policy_sees_the_lanes_as_its_batch(make: Any) -> None:
+@over([SYNC])
+def test_num_threads_and_num_sub_threads(make: Make) -> None:
+    before = torch.get_num_threads()
+    collector = make(None, ThreadCounter(), num_sub_threads=1)
+    assert (collector.next()["action"] == 1).all()
+    assert torch.get_num_threads() == before, "the threads of this process are none of its business"
+    collector.shutdown()
+    more = make(None, ThreadCounter(), num_sub_threads=2, num_threads=before + 1)
+    assert (more.next()["action"] == 2).all()
+    assert torch.get_num_threads() == before + 1
+    more.shutdown()
+    more.shutdown()
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@over([SYNC])
+def test_mp_start_method(make: Make, method: str) -> None:
+    collector = make(None, net(1.0), mp_start_method=method, workers=1)
+    assert (collector.next()["action"] == 1).all()
+    assert collector.worker_pids[0] != os.getpid()
+
+
+# -- batches --------------------------------------------------------------------------------------------------------
+
+
+@over(ALL)
+def test_stats(make: Make, kind: Kind) -> None:
+    collector = make(lanes=2, lengths=4, steps=12, batches=4)
+    for _ in collector:
+        pass
+    stats = collector.stats()
+    assert stats["frames"] == stats["total_frames"] == 4 * stats["requested_frames_per_batch"]
+    assert stats["completed"]
+    assert stats["batches"] == 4
+    assert stats["episodes"] == stats["frames"] // 4
+    assert stats["mean_return"] == 10
+    assert stats["mean_length"] == 4
+    assert stats["dropped_frames"] == 0
+    assert all(isinstance(value, int | float | bool) for value in stats.values())
+    if not kind.workers:
+        return
+    assert stats["workers"] == 2
+    assert stats["workers_alive"] == 0
+    assert stats["worker_restarts"] == stats["lost_frames"] == 0
+    each = collector.stats(workers="per_worker")
+    assert {name.split("/")[0] for name in each} == {"worker_0", "worker_1"}
+    assert each["worker_0/frames"] + each["worker_1/frames"] == stats["frames"]
+    assert collector.stats(workers="both") == {**stats, **each}
+
+
+@over([ASYNC])
+def test_stats_while_workers_live(make: Make) -> None:
+    collector = make()
+    collector.next()
+    stats = collector.stats()
+    assert stats["workers_alive"] == 2
+    assert stats["frames"] == 10
+    assert stats["waiting_batches"] >= 0
+    json.dumps(collector.stats("both"))
+
+
+@pytest.mark.parametrize("options", [{}, {"trajs_per_batch": 2}], ids=str)
+@over([SINGLE, *SPREAD])
+def test_batches_are_ordinary_tensors_also_in_inference_mode(make: Make, options: dict[str, Any]) -> None:
+    """Wherever the collector was made and asked, what it delivers can be trained on, and its weights change."""
+    layer = nn.Linear(3, 1)
+    with torch.inference_mode():
+        collector = make(CountingGymEnv, net(1.0), **options)
+        inside = collector.next()
+    for batch in (inside, collector.next()):
+        (layer(batch["observation"]) - batch["next", "reward"]).square().mean().backward()
+        assert layer.weight.grad is not None
+        for value in batch.values(True, True):
+            assert type(value) is Tensor
+            assert value.is_contiguous()
+            assert not value.is_inference()
+            assert not value.requires_grad
+        assert batch.device is None
+    collector.update_policy_weights_(net(2.0))
+    for _ in range(500):  # one worker may be much slower than the other, and still have an old batch to deliver
+        batch = collector.next()
+        if (batch["action"][batch.get(MASK, torch.ones(batch.shape, dtype=torch.bool))] == 2).all():
+            break
+    else:
+        pytest.fail("The new weights have not arrived.")
+
+
+@over([*SPREAD, Kind("one async", AsyncCollector, joins=False, workers=1)])
+def test_workers_end_with_the_last_frame(make: Make) -> None:
+    collector = make(batches=4)
+    pids, wanted = collector.worker_pids, collector.config.total_frames
+    assert sum(batch.numel() for batch in collector) == wanted
+    assert collector.closed
+    assert collector.next() is None
+    assert list(collector) == []
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    with pytest.raises(RuntimeError, match="shut down"):
+        collector.update_policy_weights_(net())
+    with pytest.raises(RuntimeError, match="shut down"):
+        collector.set_seed(1)
+
+
+@over(HERE)
+def test_lanes_of_a_serial_env_keep_their_rows(make: Make) -> None:
+    env = lambda: SerialEnv(4, [lambda lane=lane: GymEnv(CountingGymEnv(lane)) for lane in range(4)])  # noqa: E731
+    batch = make(env, lanes=4, steps=50).next()
+    assert batch.shape[-2:] == (4, 50)
+    assert batch.names[-1] == "time"
+    for part in batch.reshape(-1, 4, 50):
+        assert_frames_belong(part)
+
+
+@over(HERE)
+def test_a_custom_policy_sees_the_lanes_as_its_batch(make: Make) -> None:
     shapes: set[Any] = set()
 
     def policy(observation: Tensor) -> Tensor:
         shapes.add(observation.shape)
         return observation[..., :2]
 
-    make(CountingEnv((2, 3)), policy, frames_per_batch=60).next()
+    collector = make(lambda: CountingEnv((2, 3)), policy, lanes=6)
+    collector.next()
     assert shapes == {(2, 3, 3)}
-
-
-def test_any_env_base_will_do(make: Any) -> None:
-    assert isinstance(make().env, EnvBase)
+    assert isinstance(collector, Collector) <= isinstance(getattr(collector, "env", None), EnvBase)

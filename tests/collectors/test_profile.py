@@ -4,19 +4,16 @@ import json
 from typing import Any
 
 import pytest
+from kinds import HERE, SPREAD, Make, over
 
-from swath.collectors import Collector, ProfileConfig
-from swath.testing import CountingEnv
+from swath.collectors import ProfileConfig
 
 QUICK = {"activities": ("cpu",), "record_shapes": False, "with_stack": False}
+TEN = {"steps": 3, "batches": 10}
 
 
-def make(**options: Any) -> Collector:
-    return Collector(CountingEnv(), frames_per_batch=3, total_frames=30, **options)
-
-
-def test_the_trace_is_written_after_the_rollouts_asked_for(tmp_path: Any) -> None:
-    collector = make(worker_idx=4)
+def test_the_trace_is_written_after_the_rollouts_asked_for(make: Make, tmp_path: Any) -> None:
+    collector = make(**TEN, worker_idx=4)
     path = tmp_path / "trace_{worker_idx}.json"
     collector.enable_profile(workers=[4], num_rollouts=3, warmup_rollouts=1, save_path=str(path), **QUICK)
     written = []
@@ -27,9 +24,9 @@ def test_the_trace_is_written_after_the_rollouts_asked_for(tmp_path: Any) -> Non
 
 
 @pytest.mark.parametrize(("warmup", "recorded"), [(0, 2), (1, 1)])
-def test_warm_up_is_not_recorded(warmup: int, recorded: int) -> None:
+def test_warm_up_is_not_recorded(make: Make, warmup: int, recorded: int) -> None:
     profiles: list[Any] = []
-    collector = make()
+    collector = make(**TEN)
     collector.enable_profile(num_rollouts=2, warmup_rollouts=warmup, on_trace_ready=profiles.append, **QUICK)
     assert len(list(collector)) == 10
     (profile,) = profiles
@@ -38,16 +35,16 @@ def test_warm_up_is_not_recorded(warmup: int, recorded: int) -> None:
     assert calls == recorded
 
 
-def test_other_workers_are_not_traced(tmp_path: Any) -> None:
-    collector = make(worker_idx=1)
+def test_other_workers_are_not_traced(make: Make, tmp_path: Any) -> None:
+    collector = make(**TEN, worker_idx=1)
     collector.enable_profile(workers=[0], save_path=str(tmp_path / "trace.json"), **QUICK)
     assert len(list(collector)) == 10
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_previous_hook_is_still_called_and_comes_back() -> None:
+def test_the_previous_hook_is_still_called_and_comes_back(make: Make) -> None:
     seen: list[Any] = []
-    collector = make(post_collect_hook=seen.append)
+    collector = make(**TEN, post_collect_hook=seen.append)
     assert collector.profile_config is None
     collector.enable_profile(num_rollouts=2, on_trace_ready=lambda profile: None, **QUICK)
     assert collector.profile_config == ProfileConfig(
@@ -62,9 +59,9 @@ def test_the_previous_hook_is_still_called_and_comes_back() -> None:
     collector.shutdown()
 
 
-def test_enabling_twice_keeps_one_profiler() -> None:
+def test_enabling_twice_keeps_one_profiler(make: Make) -> None:
     seen: list[Any] = []
-    collector = make(post_collect_hook=seen.append)
+    collector = make(**TEN, post_collect_hook=seen.append)
     for _ in range(2):
         collector.enable_profile(num_rollouts=2, on_trace_ready=lambda profile: None, **QUICK)
     collector.next()
@@ -73,24 +70,44 @@ def test_enabling_twice_keeps_one_profiler() -> None:
     collector.shutdown()
 
 
-def test_shutdown_writes_what_there_is() -> None:
+def test_shutdown_writes_what_there_is(make: Make) -> None:
     profiles: list[Any] = []
-    collector = make()
+    collector = make(**TEN)
     collector.enable_profile(num_rollouts=5, warmup_rollouts=0, on_trace_ready=profiles.append, **QUICK)
     collector.next()
     collector.shutdown()
     assert len(profiles) == 1
 
 
-def test_it_must_be_enabled_before_the_first_batch() -> None:
-    with make() as collector:
-        collector.next()
-        with pytest.raises(RuntimeError, match="before the first batch"):
-            collector.enable_profile()
+@over(SPREAD)
+def test_chosen_workers_are_traced(make: Make, tmp_path: Any) -> None:
+    collector = make(**TEN)
+    path = str(tmp_path / "trace_{worker_idx}.json")
+    collector.enable_profile(workers=[1], num_rollouts=2, warmup_rollouts=1, save_path=path, **QUICK)
+    assert len(list(collector)) == 10
+    assert [file.name for file in tmp_path.iterdir()] == ["trace_1.json"]
+    assert json.loads((tmp_path / "trace_1.json").read_text())["traceEvents"]
+
+
+@over(HERE)
+def test_it_can_be_disabled(make: Make, tmp_path: Any) -> None:
+    collector = make(**TEN)
+    collector.enable_profile(workers=[0, 1], save_path=str(tmp_path / "{worker_idx}.json"), **QUICK)
+    collector.disable_profile()
+    list(collector)
+    assert list(tmp_path.iterdir()) == []
+
+
+@over(HERE)
+def test_it_must_be_enabled_before_the_first_batch(make: Make) -> None:
+    collector = make(**TEN)
+    collector.next()
+    with pytest.raises(RuntimeError, match="before the first batch"):
+        collector.enable_profile()
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "words"),
+    ("options", "error", "words"),
     [
         ({"num_rollouts": 2, "warmup_rollouts": 2}, ValueError, "num_rollouts=2 .* warmup_rollouts=2"),
         ({"num_rollouts": 0, "warmup_rollouts": 0}, ValueError, "num_rollouts=0"),
@@ -103,8 +120,7 @@ def test_it_must_be_enabled_before_the_first_batch() -> None:
         ({"rollouts": 5}, TypeError, "rollouts"),
     ],
 )
-def test_wrong_options_are_refused(options: dict[str, Any], kind: type[Exception], words: str) -> None:
-    with make() as collector:
-        with pytest.raises(kind, match=words):
-            collector.enable_profile(**options)
-        assert collector.profile_config is None
+@over(HERE)
+def test_wrong_options_are_refused(make: Make, options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make(**TEN).enable_profile(**options)

@@ -4,17 +4,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from inside import tqdm_replaced
+from kinds import HERE, Make, over
 
-from swath.collectors import Collector, progress
+from swath.collectors import Collector
 from swath.testing import CountingEnv, CountingGymEnv, FaultyError, FaultyGymEnv
 
 
 class Bars:
     """Stands in for tqdm, and keeps the bars that were made."""
 
-    def __init__(self) -> None:
+    def __init__(self, tqdm: Any) -> None:
         self.made: list[Any] = []
-        self._tqdm = progress.tqdm
+        self._tqdm = tqdm
 
     def __call__(self, **options: Any) -> Any:
         self.made.append(self._tqdm(disable=False, file=_Nowhere(), **options))
@@ -33,10 +35,9 @@ class _Nowhere:
 
 
 @pytest.fixture
-def bars(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bars]:
-    bars = Bars()
-    monkeypatch.setattr(progress, "tqdm", bars)
-    yield bars
+def bars() -> Iterator[Bars]:
+    with tqdm_replaced(Bars) as bars:
+        yield bars
     assert all(bar.disable for bar in bars.made), "a bar was left open"
 
 
@@ -56,9 +57,10 @@ def test_exact_at_the_end(bars: Bars, lanes: tuple[int, ...], total: int, frames
     assert "100%" in shown(bar)
 
 
-def test_every_batch_moves_it(bars: Bars) -> None:
+@over(HERE)
+def test_every_batch_moves_it(make: Make, bars: Bars) -> None:
     at = []
-    for _ in Collector(CountingEnv(), frames_per_batch=8, total_frames=24, progress=True):
+    for _ in make(frames_per_batch=8, total_frames=24, progress=True):
         at.append(bars.made[0].n)
     assert at == [8, 16, 24]
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from counting_layouts import LAYOUTS
+from counting_reference import CountingReference, assert_holds
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from inside import recent_episodes
 
 from swath.collectors import Collector
-from swath.testing import CountingReference, assert_holds
 from swath.testing.counting import KINDS
-from swath.testing.layouts import LAYOUTS
 
 IDLING = "idling vector env"
 
@@ -161,8 +162,8 @@ def test_every_frame_is_where_a_plain_simulation_says(scenario: Scenario) -> Non
     assert (stats.get("idle_frames", 0) > 0) <= (scenario.layout == IDLING)
     ended = run.model.ended
     assert stats["episodes"] == len(ended)
-    assert list(run.collector._loop.stats.lengths) == ended[-100:]
-    assert list(run.collector._loop.stats.returns) == [n * (n + 1) / 2 for n in ended[-100:]]
+    recent = ended[-100:]
+    assert recent_episodes(run.collector) == (recent, [n * (n + 1) / 2 for n in recent])
     run.collector.shutdown()
 
 

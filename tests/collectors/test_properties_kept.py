@@ -6,20 +6,19 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from counting_layouts import LAYOUTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import slots_allocated, slots_of
+from kinds import ASYNC_HERE, HERE, SPREAD, SYNC_HERE, Kind, Make, over
 from tensordict import TensorDictBase
 from torch import Tensor
-from torch.utils.data import DataLoader
-
-from swath.collectors import Collector
-from swath.testing import CountingEnv
-from swath.testing.layouts import LAYOUTS
 
 STEPS = 4
 
@@ -54,6 +53,7 @@ KEPT: dict[str, Callable[[TensorDictBase], Any]] = {
     "the batch": lambda batch: batch,
     "a shallow copy": lambda batch: batch.copy(),
     "a slice of the batch": lambda batch: batch[..., 1:],
+    "the first of it": lambda batch: batch[0],
     "one frame": lambda batch: batch[..., -1],
     "frames by index": lambda batch: batch.reshape(-1)[torch.tensor([0, 2])],
     "selected entries": lambda batch: batch.select(("next", "reward")),
@@ -77,11 +77,17 @@ KEPT: dict[str, Callable[[TensorDictBase], Any]] = {
 }
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), lanes=st.integers(1, 3), layout=st.sampled_from(["one custom env", "custom batch", "SerialEnv"]))
-def test_nothing_that_is_kept_ever_changes(data: Any, lanes: int, layout: str) -> None:
-    env = LAYOUTS[layout](lanes, lengths=[3, 5])
-    collector = Collector(env, frames_per_batch=STEPS * env.num_lanes)
+@settings(max_examples=90, deadline=None)
+@given(data=st.data(), lanes=st.integers(0, 3), kind=st.sampled_from(HERE))
+def test_nothing_that_is_kept_ever_changes(data: Any, lanes: int, kind: Kind) -> None:
+    options: dict[str, Any] = {}
+    if kind is SYNC_HERE:
+        options["cat_results"] = data.draw(st.sampled_from(["stack", 0, -1]))
+    elif kind is ASYNC_HERE:
+        options["slots_per_worker"] = data.draw(st.integers(1, 3))
+    elif data.draw(st.booleans()):
+        options["env"] = partial(LAYOUTS["SerialEnv"], max(1, lanes), lengths=[3, 5])
+    collector = kind.build(lanes=lanes, lengths=[3, 5], steps=STEPS, **options)
     kept: list[tuple[str, Any, Any]] = []
     most = 0
     for _ in range(data.draw(st.integers(1, 12))):
@@ -96,19 +102,29 @@ def test_nothing_that_is_kept_ever_changes(data: Any, lanes: int, layout: str) -
             assert same(tokens(handle), copied), f"{name} has changed"
         while kept and data.draw(st.booleans()):
             kept.pop(data.draw(st.integers(0, len(kept) - 1)))
-    assert collector.stats()["slots_allocated"] <= most + 2
+    assert kind.workers or collector.stats()["slots_allocated"] <= most + 2
     collector.shutdown()
 
 
+@over(SPREAD)
+def test_what_is_kept_outlives_processes(make: Make) -> None:
+    collector = make(lengths=[3, 5], steps=STEPS, batches=20)
+    kept = [
+        (name, handle, tokens(handle)) for batch in collector for name, view in KEPT.items() for handle in [view(batch)]
+    ]
+    assert collector.closed
+    for name, handle, copied in kept:
+        assert same(tokens(handle), copied), f"{name} has changed"
+
+
 @pytest.mark.parametrize("name", sorted(KEPT))
-def test_a_slot_comes_back_when_the_last_view_dies(name: str) -> None:
-    collector = Collector(CountingEnv((2,)), frames_per_batch=2 * STEPS)
-    arena = collector._loop.arena
+def test_a_slot_comes_back_when_the_last_view_dies(make: Make, name: str) -> None:
+    collector = make(lanes=2, steps=STEPS)
     kept = KEPT[name](collector.next())
     for _ in range(3):
         collector.next()
-    while_kept = arena.allocated
-    slots = [*arena._lent, *arena._free]
+    while_kept = slots_allocated(collector)
+    slots = slots_of(collector)
     assert all(slot.is_free for slot in slots) == (name == "frames by index"), (
         "what is kept must hold its slot, unless it is a copy"
     )
@@ -116,7 +132,7 @@ def test_a_slot_comes_back_when_the_last_view_dies(name: str) -> None:
     assert all(slot.is_free for slot in slots)
     for _ in range(3):
         collector.next()
-    assert arena.allocated == while_kept
+    assert slots_allocated(collector) == while_kept
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
@@ -136,17 +152,15 @@ def _saved(what: Any, weights_only: bool) -> Any:
 
 
 @pytest.mark.parametrize("name", sorted(COPIES))
-def test_copies_are_whole_and_free_the_slot(name: str) -> None:
-    collector = Collector(CountingEnv((2,), lengths=3), frames_per_batch=10)
+def test_copies_are_whole_and_free_the_slot(make: Make, name: str) -> None:
+    collector = make(lanes=2, lengths=3)
     batch = collector.next()
-    assert batch is not None
     copied = COPIES[name](batch)
     expected = {key: value.clone() for key, value in batch.items(True, True)}
     pointers = {value.data_ptr() for value in batch.values(True, True)}
     del batch
     for _ in range(3):
         again = collector.next()
-        assert again is not None
         assert pointers == {value.data_ptr() for value in again.values(True, True)}, "the memory was not used again"
         del again
     for key, value in expected.items():
@@ -156,10 +170,10 @@ def test_copies_are_whole_and_free_the_slot(name: str) -> None:
         assert torch.equal(found, value)
 
 
-def test_sharing_a_batch_moves_it_out_of_the_slot() -> None:
-    collector = Collector(CountingEnv((2,), lengths=3), frames_per_batch=10)
+@over(HERE)
+def test_sharing_a_batch_moves_it_out_of_the_slot(make: Make) -> None:
+    collector = make(lanes=2, lengths=3)
     batch = collector.next()
-    assert batch is not None
     expected = tokens(batch)
     shared = batch.share_memory_()
     assert all(value.is_shared() for value in shared.values(True, True))
@@ -169,29 +183,26 @@ def test_sharing_a_batch_moves_it_out_of_the_slot() -> None:
     assert same(tokens(shared), expected)
 
 
-def test_batches_can_be_trained_on() -> None:
-    collector = Collector(CountingEnv((2,), lengths=3), frames_per_batch=10)
+@over(HERE)
+def test_batches_can_be_trained_on(make: Make) -> None:
     layer = torch.nn.Linear(3, 1)
-    for batch in collector:
-        loss = (layer(batch.get("observation")) - batch.get(("next", "reward"))).square().mean()
-        loss.backward()
-        gradient = layer.weight.grad
-        assert gradient is not None
-        assert gradient.isfinite().all()
-        observation = batch.get("observation").requires_grad_()  # saliency: a gradient for the data themselves
-        layer(observation).sum().backward()
-        assert torch.equal(observation.grad, layer.weight.detach().expand_as(observation))
-        batch.set("advantage", torch.ones(*batch.shape, 1))
-        batch.get("advantage").mul_(2)
-        break
+    batch = make(lanes=2, lengths=3).next()
+    loss = (layer(batch.get("observation")) - batch.get(("next", "reward"))).square().mean()
+    loss.backward()
+    gradient = layer.weight.grad
+    assert gradient is not None
+    assert gradient.isfinite().all()
+    observation = batch.get("observation").requires_grad_()  # saliency: a gradient for the data themselves
+    layer(observation).sum().backward()
+    assert torch.equal(observation.grad, layer.weight.detach().expand_as(observation))
+    batch.set("advantage", torch.ones(*batch.shape, 1))
+    batch.get("advantage").mul_(2)
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
-def test_batches_are_contiguous_ordinary_tensors(layout: str) -> None:
+def test_batches_are_contiguous_ordinary_tensors(make: Make, layout: str) -> None:
     env = LAYOUTS[layout](2, lengths=3)
-    collector = Collector(env, frames_per_batch=5 * env.num_lanes)
-    batch = collector.next()
-    assert batch is not None
+    batch = make(env, frames_per_batch=5 * env.num_lanes).next()
     assert batch.is_contiguous()
     for value in batch.values(True, True):
         assert type(value) is Tensor
@@ -199,14 +210,3 @@ def test_batches_are_contiguous_ordinary_tensors(layout: str) -> None:
         assert not value.is_inference()
         assert not value.requires_grad
         assert value.view(-1).shape == (value.numel(),)
-
-
-def test_a_dataloader_hands_out_batches() -> None:
-    collector = Collector(CountingEnv((2,), lengths=50), frames_per_batch=8, total_frames=24)
-    loader = DataLoader(collector, batch_size=None, collate_fn=lambda batch: batch)
-    batches = list(loader)
-    assert [batch.get("observation")[0, :, 2].tolist() for batch in batches] == [
-        [0, 1, 2, 3],
-        [4, 5, 6, 7],
-        [8, 9, 10, 11],
-    ]

@@ -7,20 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from counting_layouts import LAYOUTS
+from counting_reference import CountingReference, Frame, assert_holds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDictBase
 
 from swath.collectors import Collector
-from swath.testing import (
-    CountingReference,
-    Frame,
-    assert_holds,
-    assert_whole_episodes,
-    assert_whole_in_a_row,
-)
+from swath.testing import assert_whole_episodes, assert_whole_in_a_row
 from swath.testing.counting import KINDS
-from swath.testing.layouts import LAYOUTS
 
 IDLING = "idling vector env"
 
@@ -162,7 +157,8 @@ class Run:
         else:
             size = self.model.lanes // self.rows[0]
             self.model.reset([row * size + lane for row in rows for lane in range(size)])
-        self.is_balanced()
+        stats = self.collector.stats()  # what a reset has cut off is given up when the next batch shows it
+        assert self.delivered + stats["dropped_frames"] + stats["pending_frames"] == stats["frames"]
 
     def seed(self, seed: int) -> None:
         self.collector.set_seed(seed)

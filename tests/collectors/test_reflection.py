@@ -1,29 +1,19 @@
-"""Looking into a collector by name: attributes, calls, models, hooks, the worker's index."""
+"""Looking into a collector by name: attributes, calls, models, the worker's index."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from tensordict.nn import TensorDictModule
-from torch import nn
+from common import net
+from inside import follow
+from kinds import ALL, HERE, SYNC, SYNC_HERE, Kind, Make, over
 
-from swath.collectors import BaseCollector, Collector, DataCollectorBase, SyncDataCollector
 from swath.envs import GymEnv, SerialEnv
-from swath.runtime.paths import follow
-from swath.testing import CountingGymEnv, counting_envs
+from swath.testing import counting_envs
 
 
-@pytest.fixture
-def policy() -> TensorDictModule:
-    return TensorDictModule(nn.Sequential(nn.Linear(3, 2)), in_keys=["observation"], out_keys=["action"])
-
-
-@pytest.fixture
-def collector(policy: TensorDictModule) -> Iterator[Collector]:
-    factories: list[Any] = [lambda make=make: GymEnv(make) for make in counting_envs(2)]
-    with Collector(SerialEnv(2, factories), policy, frames_per_batch=10) as collector:
-        yield collector
+def serial_env() -> SerialEnv:
+    return SerialEnv(2, [lambda make=make: GymEnv(make) for make in counting_envs(2)])
 
 
 # -- paths ----------------------------------------------------------------------------------------------------------
@@ -71,38 +61,40 @@ def test_what_is_not_there_raises_as_usual(path: str, kind: type[Exception]) -> 
 # -- attributes and calls -------------------------------------------------------------------------------------------
 
 
-def test_get_distant_attr(collector: Collector) -> None:
+@over(ALL)
+def test_getattr_env_and_policy(make: Make) -> None:
+    """Of the env and policy that act, or of the first worker's."""
+    collector = make(serial_env, net(3.0), lanes=2)
+    assert collector.getattr_env("num_lanes") == 2
+    assert collector.getattr_env("envs[0].batch_size") == torch.Size([])
+    assert collector.getattr_policy("module.bias").tolist() == [3.0, 3.0]
+    assert collector.getattr_policy("in_keys") == ["observation"]
+    for ask in (collector.getattr_env, collector.getattr_policy):
+        with pytest.raises(AttributeError, match="nothing"):
+            ask("nothing")
+    assert collector.next() is not None
+
+
+def test_attributes_of_a_collector_are_the_objects_themselves(make: Make) -> None:
+    policy = net()
+    collector = make(serial_env, policy, lanes=2, frames_per_batch=10)
     assert collector.get_distant_attr("env.batch_size") == torch.Size([2])
     assert isinstance(collector.get_distant_attr("env.envs[1]"), GymEnv)
     assert collector.get_distant_attr("config.frames_per_batch") == 10
-
-
-def test_getattr_env_and_policy(collector: Collector, policy: TensorDictModule) -> None:
-    assert collector.getattr_env("num_lanes") == 2
-    assert collector.getattr_env("envs[0].batch_size") == torch.Size([])
-    assert collector.getattr_policy("module[0].bias") is policy.module[0].bias
-    assert collector.getattr_policy("in_keys") == ["observation"]
-    for ask in (collector.getattr_env, collector.getattr_policy):
-        with pytest.raises(AttributeError):
-            ask("nothing")
-
-
-def test_get_model(collector: Collector, policy: TensorDictModule) -> None:
+    assert collector.getattr_policy("module.bias") is policy.module.bias
     assert collector.get_model("policy") is policy
-    assert collector.get_model("policy.module[0]") is policy.module[0]
+    assert collector.get_model("policy.module") is policy.module
     with pytest.raises(AttributeError):
         collector.get_model("critic")
 
 
-def test_cascade_execute(collector: Collector) -> None:
+def test_calls_of_a_collector(make: Make) -> None:
+    collector = make(serial_env, lanes=2)
     assert collector.cascade_execute("getattr_env", "num_lanes") == 2
     assert collector.cascade_execute("env.set_seed", 3, static_seed=True) == 3
     assert collector.cascade_execute("env.num_lanes") == 2
     with pytest.raises(ValueError, match=r"'env.num_lanes' is 2, which cannot be called"):
         collector.cascade_execute("env.num_lanes", 5)
-
-
-def test_map_fn(collector: Collector) -> None:
     assert collector.map_fn("getattr_env", [("num_lanes",), ("is_closed",)]) == [2, False]
     assert collector.map_fn("env.set_seed", [(1,), (2,)], [{"static_seed": True}] * 2) == [1, 2]
     assert collector.map_fn("stats", []) == []
@@ -112,51 +104,44 @@ def test_map_fn(collector: Collector) -> None:
         collector.map_fn("env.num_lanes", [()])
 
 
-# -- index and hooks ------------------------------------------------------------------------------------------------
+@over([SYNC_HERE, SYNC])
+def test_each_worker_answers(make: Make) -> None:
+    collector = make(None, net(3.0), lanes=2)
+    assert collector.get_distant_attr("env.first_lane") == [0, 2]
+    assert [told["frames"] for told in collector.cascade_execute("stats")] == [0, 0]
+    assert collector.map_fn("get_distant_attr", [("env.first_lane",), ("worker_idx",)]) == [0, 1]
+    assert collector.map_fn("get_distant_attr", [(), ()], [{"path": "worker_idx"}] * 2) == [0, 1]
+    assert collector.num_workers == 2
+    assert collector.num_lanes == 4
+    assert len(collector.worker_pids) == 2
+    with pytest.raises(AttributeError, match="nothing"):
+        collector.cascade_execute("env.nothing")
+    assert collector.next().shape == (2, 2, 10)
 
 
-def test_worker_idx(collector: Collector) -> None:
+@over([SYNC])
+def test_errors_of_calls_name_the_worker(make: Make) -> None:
+    collector = make()
+    with pytest.raises(AttributeError, match="nothing") as caught:
+        collector.map_fn("get_distant_attr", [("worker_idx",), ("env.nothing",)])
+    assert any("worker 1" in note for note in getattr(caught.value, "__notes__", []))
+    assert collector.next().shape == (2, 10)
+
+
+# -- index and name -------------------------------------------------------------------------------------------------
+
+
+def test_worker_idx(make: Make) -> None:
+    collector = make()
     with pytest.raises(RuntimeError, match="no worker_idx"):
         collector.worker_idx  # noqa: B018
     collector.worker_idx = 5
     assert collector.worker_idx == 5
 
 
-def test_hooks() -> None:
-    calls: list[str] = []
-
-    def before() -> None:
-        calls.append("before")
-
-    def behind(batch: Any) -> None:
-        calls.append("behind")
-
-    with Collector(
-        CountingGymEnv(), frames_per_batch=5, pre_collect_hook=before, post_collect_hook=behind
-    ) as collector:
-        assert collector.pre_collect_hook is before
-        assert collector.post_collect_hook is behind
-        collector.next()
-        collector.set_post_collect_hook(lambda batch: calls.append("other"))
-        collector.next()
-        collector.set_post_collect_hook(None)
-        collector.next()
-        collector.rollout()  # raw, without what comes behind
-    assert calls == ["before", "behind", "before", "other", "before", "before"]
-
-
-def test_hooks_are_none_by_default(collector: Collector) -> None:
-    assert collector.pre_collect_hook is None
-    assert collector.post_collect_hook is None
-
-
-def test_repr_tells_what_it_is(collector: Collector) -> None:
-    text = repr(collector)
-    for word in ("Collector", "SerialEnv", "TensorDictModule", "frames_per_batch=10", "total_frames=-1"):
+@over(HERE)
+def test_repr_tells_what_it_is(make: Make, kind: Kind) -> None:
+    text = repr(make(serial_env, net(), lanes=2, frames_per_batch=12))
+    env = "2 workers" if kind.workers else "SerialEnv"
+    for word in (kind.of.__name__, env, "TensorDictModule", "frames_per_batch=12", "total_frames=-1"):
         assert word in text
-
-
-def test_legacy_names() -> None:
-    assert SyncDataCollector is Collector
-    assert DataCollectorBase is BaseCollector
-    assert issubclass(Collector, torch.utils.data.IterableDataset)

@@ -1,7 +1,8 @@
-"""The same seed gives the same batches, bit by bit, and nobody else's random numbers are disturbed."""
+"""Seeds belong to lanes: the same seed gives the same batches, bit by bit, however lanes are spread. And ids."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,13 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from common import assert_same, buffer, ids_of, rows
 from gymnasium import spaces as gs
+from inside import WORKER_BITS, worker_of
+from kinds import ALL, ASYNC, ASYNC_HERE, HERE, SINGLE, SYNC, SYNC_HERE, Kind, Make, over
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
+    NormalParamExtractor,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
@@ -22,10 +27,9 @@ from torch.distributions import Categorical
 
 from swath.collectors import Collector
 from swath.envs import EnvBase, GymEnv, SerialEnv
+from swath.keys import TRAJ_IDS
 from swath.modules import TanhNormal
 from swath.seeding import lane_seed, next_seed
-
-IDS = ("collector", "traj_ids")
 
 
 def mlp(inputs: int, outputs: int) -> nn.Module:
@@ -82,6 +86,45 @@ def noisy() -> Any:
     )
 
 
+class Noisy(gymnasium.Env[Any, Any]):
+    """Observations, rewards and episode lengths come from the env's own generator."""
+
+    def __init__(self) -> None:
+        self.observation_space = gs.Box(-np.inf, np.inf, (3,), np.float32)
+        self.action_space = gs.Box(-1.0, 1.0, (1,), np.float32)
+
+    def _observed(self) -> Any:
+        return self.np_random.standard_normal(3).astype(np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return self._observed(), {}
+
+    def step(self, action: Any) -> Any:
+        reward = float(action[0]) + float(self.np_random.standard_normal())
+        return self._observed(), reward, bool(self.np_random.random() < 0.1), False, {}
+
+
+def noisy_lanes(count: int) -> Callable[[], Any]:
+    return lambda: SerialEnv(count, lambda: GymEnv(Noisy()))
+
+
+def policy(observation: torch.Tensor) -> torch.Tensor:
+    """The same for an observation in whichever batch it is."""
+    return torch.tanh(observation[..., :1])
+
+
+def stochastic() -> nn.Module:
+    return TensorDictSequential(
+        TensorDictModule(
+            nn.Sequential(nn.Linear(3, 2), NormalParamExtractor()), in_keys=["observation"], out_keys=["loc", "scale"]
+        ),
+        ProbabilisticTensorDictModule(
+            in_keys=["loc", "scale"], out_keys=["action"], distribution_class=torch.distributions.Normal
+        ),
+    )
+
+
 POLICIES: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
     "random": (lambda: None, "CartPole-v1", {}),
     "random box": (lambda: None, "Pendulum-v1", {}),
@@ -107,26 +150,26 @@ ENVS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def make(policy: str, env: str, **options: Any) -> Collector:
+def seeded(policy: str, env: str, warm: int = 0, **options: Any) -> Collector:
+    """A collector of one of the policies and envs, that has collected `warm` batches already."""
     build, name, more = POLICIES[policy]
     if policy in ("a function of a TensorDict", "a module that draws"):
         made = GymEnv(name) if env == "one env" else SerialEnv(3, lambda: GymEnv(name))
     else:
         made = ENVS[env](name)
-    return Collector(made, build(), **{"frames_per_batch": 24, **more, **options})
+    collector = Collector(made, build(), **{"frames_per_batch": 24, **more, **options})
+    for _ in range(warm):
+        collector.next()
+    return collector
 
 
-def same(first: TensorDictBase, second: TensorDictBase, *, but_ids: bool = False) -> None:
-    assert set(first.keys(True, True)) == set(second.keys(True, True))
-    for key, value in first.items(True, True):
-        if not (but_ids and key == IDS):
-            assert torch.equal(value, second.get(key)), key
-
-
+@pytest.mark.parametrize("warm", [0, 3], ids=["at the start", "in the middle"])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("env", ["one env", "SerialEnv"])
-def test_seeded_at_the_start_two_collectors_agree_in_every_bit(policy: str, env: str) -> None:
-    first, second = make(policy, env), make(policy, env)
+def test_seeded_collectors_agree_in_every_bit(policy: str, env: str, warm: int) -> None:
+    """Whatever they have collected before, and whatever the trainer draws; in the middle, ids go on."""
+    both = warm if policy == "random at first" else 0
+    first, second = seeded(policy, env, both), seeded(policy, env, warm)
     first.set_seed(5)
     torch.rand(7)  # what the trainer draws
     second.set_seed(5)
@@ -134,55 +177,27 @@ def test_seeded_at_the_start_two_collectors_agree_in_every_bit(policy: str, env:
     for _ in range(4):
         one = first.next()
         torch.rand(3)
-        two = second.next()
-        assert one is not None
-        assert two is not None
-        same(one, two)
+        assert_same(one, second.next(), but_ids=warm > 0)
         drawn.add(str(one.get("action").tolist()))
     assert len(drawn) == 4, "every batch must have random numbers of its own"
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("env", ["one env", "SerialEnv"])
-def test_seeded_in_the_middle_batches_are_those_from_the_start(policy: str, env: str) -> None:
-    first, second = make(policy, env), make(policy, env)
-    for _ in range(3):  # more frames than the random ones at first
-        second.next()
-    if policy == "random at first":
-        for _ in range(3):
-            first.next()
-    first.set_seed(5)
-    second.set_seed(5)
-    for _ in range(4):
-        one = first.next()
-        torch.rand(3)
-        two = second.next()
-        assert one is not None
-        assert two is not None
-        same(one, two, but_ids=True)
-
-
 @pytest.mark.parametrize("env", sorted(ENVS))
 def test_every_kind_of_env_is_seeded(env: str) -> None:
-    first, second = make("categorical, fast", env), make("categorical, fast", env)
-    second.next()
+    first, second = seeded("categorical, fast", env), seeded("categorical, fast", env, warm=1)
     first.set_seed(9)
     second.set_seed(9)
     for _ in range(5):
-        one, two = first.next(), second.next()
-        assert one is not None
-        assert two is not None
-        same(one, two, but_ids=True)
+        assert_same(first.next(), second.next(), but_ids=True)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_another_seed_gives_other_batches(policy: str) -> None:
-    first, second = make(policy, "SerialEnv"), make(policy, "SerialEnv")
+    first, second = seeded(policy, "SerialEnv"), seeded(policy, "SerialEnv")
     first.set_seed(1)
     second.set_seed(2)
-    one, two = first.next(), second.next()
-    assert one is not None
-    assert two is not None
+    one: Any = first.next()
+    two: Any = second.next()
     assert not torch.equal(one.get("observation"), two.get("observation"))
     assert not torch.equal(one.get("action"), two.get("action"))
 
@@ -191,7 +206,7 @@ def test_another_seed_gives_other_batches(policy: str) -> None:
 def test_collecting_after_set_seed_leaves_the_global_generators_alone(policy: str) -> None:
     torch.manual_seed(3)
     np.random.seed(3)
-    collector = make(policy, "SerialEnv")
+    collector = seeded(policy, "SerialEnv")
     collector.set_seed(5)
     before, legacy = torch.get_rng_state(), np.random.get_state()[1].copy()
     for _ in range(3):
@@ -206,7 +221,7 @@ def test_collecting_after_set_seed_leaves_the_global_generators_alone(policy: st
 def test_without_set_seed_the_global_generator_decides(policy: str) -> None:
     def actions(seed: int) -> torch.Tensor:
         torch.manual_seed(0)
-        collector = make(policy, "one env")
+        collector = seeded(policy, "one env")
         collector.env.set_seed(1)
         collector.reset()
         torch.manual_seed(seed)
@@ -217,25 +232,22 @@ def test_without_set_seed_the_global_generator_decides(policy: str) -> None:
     assert not torch.equal(actions(1), actions(2))
 
 
-@pytest.mark.parametrize("moment", ["at the start", "in the middle"])
+@pytest.mark.parametrize("warm", [0, 2], ids=["at the start", "in the middle"])
 @pytest.mark.parametrize("options", [{}, {"reset_at_each_iter": True}], ids=["", "reset_at_each_iter"])
-def test_the_first_observation_after_set_seed_is_the_envs(moment: str, options: dict[str, Any]) -> None:
-    collector = make("random", "one env", **options)
-    if moment == "in the middle":
-        collector.next()
-        collector.next()
+def test_the_first_observation_after_set_seed_is_the_envs(warm: int, options: dict[str, Any]) -> None:
+    collector = seeded("random", "one env", warm, **options)
     collector.set_seed(11)
-    batch = collector.next()
-    assert batch is not None
+    batch: Any = collector.next()
     expected, _ = gymnasium.make("CartPole-v1").reset(seed=11)
     np.testing.assert_array_equal(batch.get("observation")[0].numpy(), expected)
 
 
-def test_lanes_are_seeded_by_their_index() -> None:
-    collector = Collector(SerialEnv(8, lambda: GymEnv("CartPole-v1")), None, frames_per_batch=80)
+@over([SINGLE, SYNC])
+def test_lanes_are_seeded_by_their_index(make: Make, kind: Kind) -> None:
+    own = 8 // max(1, kind.workers)
+    collector = make(lambda: SerialEnv(own, lambda: GymEnv("CartPole-v1")), lanes=own)
     collector.set_seed(21)
-    batch = collector.next()
-    assert batch is not None
+    batch = rows(collector.next())
     for lane in range(8):
         env = gymnasium.make("CartPole-v1")
         observation, _ = env.reset(seed=lane_seed(21, lane))
@@ -248,33 +260,35 @@ def test_lanes_are_seeded_by_their_index() -> None:
                 observation, _ = env.reset()
 
 
-def test_static_seed_gives_every_lane_the_same() -> None:
-    collector = Collector(SerialEnv(3, lambda: GymEnv("CartPole-v1")), None, frames_per_batch=12)
-    assert collector.set_seed(4, static_seed=True) == 4
-    batch = collector.next()
-    assert batch is not None
-    first = batch.get("observation")[:, 0]
-    assert torch.equal(first, first[:1].expand_as(first))
+@over(HERE, needs="join")
+def test_static_seed_gives_every_lane_the_same(make: Make) -> None:
+    collector = make(noisy_lanes(2), policy, lanes=2)
+    assert collector.set_seed(5, static_seed=True) == 5
+    batch = rows(collector.next())
+    assert (batch["observation"] == batch["observation"][:1]).all()
+    assert collector.set_seed(5) != 5
+    batch = rows(collector.next())
+    assert len(batch["observation"][:, 0, 0].unique()) == len(batch)
 
 
-def test_the_returned_seed_is_one_that_no_lane_has() -> None:
-    collector = Collector(SerialEnv(3, lambda: GymEnv("CartPole-v1")), None, frames_per_batch=12)
+@over(HERE)
+def test_the_returned_seed_is_one_that_no_lane_has(make: Make, kind: Kind) -> None:
+    own = 4 // max(1, kind.workers)
+    collector = make(noisy_lanes(own), policy, lanes=own)
     following = collector.set_seed(4)
-    assert following == next_seed(4, 3)
-    assert following not in [lane_seed(4, lane) for lane in range(3)]
+    assert following == next_seed(4, 4), "it depends on how lanes are spread"
+    assert following not in [lane_seed(4, lane) for lane in range(4)]
     assert collector.set_seed(4) == following
 
 
 def test_episodes_from_before_set_seed_are_not_delivered_after_it() -> None:
-    def run(warm: int) -> list[TensorDictBase]:
-        collector = make("random", "SerialEnv", trajs_per_batch=4, traj_format="cat")
-        for _ in range(warm):
-            collector.next()
+    def run(warm: int) -> list[Any]:
+        collector = seeded("random", "SerialEnv", warm, trajs_per_batch=4, traj_format="cat")
         collector.set_seed(2)
-        return [batch for batch in (collector.next() for _ in range(3)) if batch is not None]
+        return [collector.next() for _ in range(3)]
 
     for one, two in zip(run(0), run(2), strict=True):
-        same(one, two, but_ids=True)
+        assert_same(one, two, but_ids=True)
 
 
 class Drawing(EnvBase):
@@ -300,7 +314,7 @@ class Drawing(EnvBase):
 
 @pytest.mark.parametrize("seeds_itself", [True, False])
 def test_envs_that_draw_from_torchs_own_generator_are_repeatable_too(seeds_itself: bool) -> None:
-    def run(warm: int, drawn: int) -> list[TensorDictBase]:
+    def run(warm: int, drawn: int) -> list[Any]:
         collector = Collector(Drawing(seeds_itself), None, frames_per_batch=10)
         for _ in range(warm):
             collector.next()
@@ -309,25 +323,206 @@ def test_envs_that_draw_from_torchs_own_generator_are_repeatable_too(seeds_itsel
         collector.set_seed(8)
         batches = [collector.next() for _ in range(3)]
         assert torch.equal(torch.get_rng_state(), before), "the trainer's generator was disturbed"
-        return [batch for batch in batches if batch is not None]
+        return batches
 
     for one, two in zip(run(0, 1), run(2, 5), strict=True):
-        same(one, two, but_ids=True)
+        assert_same(one, two, but_ids=True)
 
 
-def test_a_restored_collector_goes_on_with_the_random_stream() -> None:
-    """Envs begin anew, but two that are restored from one state agree."""
-    first = make("categorical, fast", "SerialEnv")
-    first.set_seed(5)
-    first.next()
-    state = first.state_dict()
-    restored = []
+# -- workers --------------------------------------------------------------------------------------------------------
+
+
+def collected(collector: Any, seed: int, count: int = 3) -> TensorDictBase:
+    """Batches one after the other as `[lanes, T]`, without what tells workers apart."""
+    collector.set_seed(seed)
+    batches = [rows(collector.next()) for _ in range(count)]
+    return torch.cat(batches, 1).exclude("collector", "policy_version", ("next", "policy_version"))
+
+
+def test_the_same_episodes_in_1x8_2x4_and_8x1() -> None:
+    wholes = []
+    for kind, workers in ((SINGLE, 0), (SYNC, 2), (SYNC, 8)):
+        own = 8 // max(1, workers)
+        with kind.build(noisy_lanes(own), policy, lanes=own, workers=workers) as collector:
+            wholes.append(collected(collector, 7))
+    assert wholes[0]["next", "done"].any(), "episodes must end for this to tell anything"
+    for whole in wholes[1:]:
+        assert_same(whole, wholes[0])
+
+
+@over([ASYNC])
+def test_async_workers_have_the_same_episodes(make: Make) -> None:
+    with SINGLE.build(noisy_lanes(4), policy, lanes=4) as single:
+        whole = collected(single, 7, 4)
+    collector = make(noisy_lanes(2), policy, lanes=2)
+    collector.set_seed(7)
+    parts: dict[int, list[TensorDictBase]] = {0: [], 1: []}
+    while min(len(own) for own in parts.values()) < 4:
+        batch = collector.next()
+        parts[worker_of(batch)].append(batch)
+    for index, own in parts.items():
+        found = torch.cat(own[:4], 1).exclude("collector", "policy_version", ("next", "policy_version"))
+        assert_same(found, whole[2 * index : 2 * index + 2])
+
+
+@pytest.mark.parametrize("acts", [stochastic, lambda: None], ids=["stochastic", "random"])
+def test_this_process_and_others_agree_and_repeat_bit_by_bit(acts: Any) -> None:
+    torch.manual_seed(0)
+    own, runs = acts(), []
+    for seed, kind in ((3, SYNC_HERE), (3, SYNC_HERE), (3, SYNC), (3, SYNC), (4, SYNC)):
+        with kind.build(noisy_lanes(2), own, lanes=2) as collector:
+            runs.append(collected(collector, seed))
+        torch.rand(7)  # what happens here in between has no part in it
+    for run in runs[1:4]:
+        assert_same(run, runs[0])
+    assert not torch.equal(runs[0]["action"], runs[4]["action"])
+    assert not torch.equal(runs[0]["observation"], runs[4]["observation"])
+
+
+@over(ALL)
+def test_seeding_in_the_middle(make: Make, kind: Kind) -> None:
+    """The next batches depend on the seed alone: what was under way is given up, and counted."""
+    collector = make(noisy_lanes(2), policy, lanes=2, workers=min(1, kind.workers), steps=5)
+    first = collected(collector, 11)
+    for _ in range(3):
+        collector.next()
+    before = collector.stats()["dropped_frames"]
+    assert_same(collected(collector, 11), first)
+    assert 0 <= collector.stats()["dropped_frames"] - before <= 10 * kind.ahead
+    assert collector.stats()["dropped_frames"] % 10 == 0
+
+
+@over([ASYNC])
+def test_seeding_in_the_middle_with_many_async_workers(make: Make) -> None:
+    collector = make(noisy_lanes(1), policy, workers=3, steps=5)
+
+    def firsts() -> list[torch.Tensor]:
+        """The first batch of each worker."""
+        collector.set_seed(11)
+        found: dict[int, torch.Tensor] = {}
+        while len(found) < 3:
+            batch = collector.next()
+            found.setdefault(worker_of(batch), batch["observation"].clone())
+        return [found[number] for number in sorted(found)]
+
+    first = firsts()
+    collector.next()
+    assert all(map(torch.equal, first, firsts()))
+
+
+@over([ASYNC_HERE, ASYNC])
+def test_work_that_is_given_up_tells_of_its_memory_all_the_same(make: Make) -> None:
+    """A worker that was seeded before it had begun with its second slot did not know it when it came round again."""
+    collector = make(slots_per_worker=4)
+    for seed in range(12):
+        collector.next()
+        collector.set_seed(seed)
+    for _ in range(12):
+        collector.next()
+
+
+@over([SYNC_HERE, SYNC])
+def test_without_a_seed_workers_differ(make: Make) -> None:
+    class Still(Noisy):
+        """Always the same, so that only the policy's noise differs."""
+
+        def _observed(self) -> Any:
+            return np.ones(3, np.float32)
+
+    batch = make(Noisy, policy, workers=3).next()
+    assert len(batch["observation"][:, 0, 0].unique()) == 3
+    for acts in (None, stochastic()):
+        assert len(make(Still, acts, workers=3).next()["action"][:, 0, 0].unique()) == 3
+
+
+@over([SYNC_HERE, SYNC])
+def test_workers_leave_the_random_numbers_of_this_process_alone(make: Make) -> None:
+    torch.manual_seed(1)
+    wanted = torch.rand(3)
+    torch.manual_seed(1)
+    collector = make(noisy_lanes(2), lanes=2)
+    collector.set_seed(3)
+    collector.next()
+    assert torch.equal(torch.rand(3), wanted)
+
+
+class DrawsAnywhere(Noisy):
+    """Draws from every generator that there is."""
+
+    def _observed(self) -> Any:
+        return np.array([np.random.rand(), random.random(), float(torch.rand(()))], np.float32)
+
+
+@over([SYNC])
+def test_a_seed_decides_all_that_workers_draw(make: Make) -> None:
+    drawn = []
     for _ in range(2):
-        collector = make("categorical, fast", "SerialEnv")
-        torch.rand(4)
-        collector.load_state_dict(state)
-        restored.append([collector.next() for _ in range(2)])
-    for one, two in zip(*restored, strict=True):
-        assert one is not None
-        assert two is not None
-        same(one, two)
+        collector = make(DrawsAnywhere)
+        collector.set_seed(3)
+        drawn.append(collector.next()["observation"].clone())
+    assert torch.equal(*drawn)
+    assert not torch.equal(drawn[0][0], drawn[0][1])
+
+
+# -- ids ------------------------------------------------------------------------------------------------------------
+
+
+@over(ALL)
+def test_ids_name_one_trajectory_each(make: Make) -> None:
+    names: dict[int, tuple[float, float]] = {}
+    for batch in make(lanes=2, lengths=[3, 2], batches=10):
+        for frame in batch.reshape(-1):
+            name = tuple(frame["observation"][:2].tolist())
+            assert names.setdefault(int(frame[TRAJ_IDS]), name) == name
+    assert len(set(names.values())) == len(names)
+
+
+@over(HERE)
+def test_a_restored_collector_uses_no_id_again(make: Make) -> None:
+    seen: set[int] = set()
+    state = None
+    for _ in range(3):
+        collector = make(lengths=3)
+        if state is not None:
+            collector.load_state_dict(state)
+        found = ids_of([collector.next() for _ in range(4)])
+        assert not found & seen
+        seen |= found
+        state = collector.state_dict()
+        assert max(ids_of([collector.next() for _ in range(2)])) >> WORKER_BITS <= 10
+
+
+def test_collectors_that_write_to_one_buffer_share_no_ids() -> None:
+    kept = buffer(shared=True)
+    for kind in (ASYNC, ASYNC, SINGLE):
+        options = {"track_policy_version": True} if kind is SINGLE else {}
+        list(kind.build(lengths=4, replay_buffer=kept, frames_per_batch=20, total_frames=80, **options))
+    data = kept[:]
+    assert len(data) == 240
+    names: dict[int, list[float]] = {}
+    for number, step in zip(data[TRAJ_IDS].tolist(), data["observation"][:, 2].tolist(), strict=True):
+        names.setdefault(number, []).append(step)
+    for steps in names.values():
+        assert steps == list(range(len(steps))), "one id names two trajectories"
+    assert len({number >> WORKER_BITS for number in names}) == 5
+
+
+@over([SYNC])
+def test_ids_after_a_buffer_and_its_collector_were_restored(make: Make, tmp_path: Any) -> None:
+    first = buffer(shared=True)
+    collector = make(lengths=4, steps=12, replay_buffer=first)
+    for _ in range(4):
+        collector.next()
+    state = collector.state_dict()
+    first.dumps(tmp_path / "buffer")
+    before = set(first[:][TRAJ_IDS].tolist())
+    collector.shutdown()
+    second = buffer(shared=True)
+    second.loads(tmp_path / "buffer")
+    collector = make(lengths=4, steps=12, replay_buffer=second)
+    collector.load_state_dict(state)
+    for _ in range(4):
+        collector.next()
+    data = second[:]
+    assert len(data) == 192
+    assert not set(data[TRAJ_IDS][96:].tolist()) & before

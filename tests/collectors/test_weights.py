@@ -1,57 +1,69 @@
-"""`update_policy_weights_`: where weights may come from, where they go, and what is refused."""
+"""`update_policy_weights_`: where weights may come from, to whom they go, that they are whole, and what is refused."""
+
+from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import os
+import signal
+import time
 from typing import Any
 
 import pytest
 import torch
+from common import ONES, WAIT_S, Pair, buffer, net, rows, set_to
+from inside import exchange_policy
+from kinds import ALL, ASYNC, ASYNC_HERE, HERE, SINGLE, SPREAD, SYNC, SYNC_HERE, Kind, Make, over
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 
-from swath.collectors import Collector
+from swath.collectors import PolicyVersion
 from swath.testing import CountingEnv
 
-ONES = torch.tensor([1.0, 1.0])
-
-
-def net(value: float = 0.0) -> TensorDictModule:
-    """A policy whose every action is `value`."""
-    linear = nn.Linear(3, 2)
-    set_to(linear, value)
-    return TensorDictModule(linear, in_keys=["observation"], out_keys=["action"])
-
-
-def set_to(linear: Any, value: float) -> None:
-    with torch.no_grad():
-        linear.weight.zero_()
-        linear.bias.fill_(value)
+AT_ONCE = (SINGLE, SYNC_HERE, SYNC)
 
 
 class EnvWithAModel(CountingEnv):
+    """Its reward is what its model says."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.models = [nn.Linear(2, 2)]
+        self.models = [nn.Linear(1, 1)]
+        nn.init.constant_(self.models[0].weight, 2.0)
+        nn.init.constant_(self.models[0].bias, 1.0)
+
+    def _step(self, tensordict: Any) -> Any:
+        answer = super()._step(tensordict)
+        with torch.no_grad():
+            answer["reward"] = self.models[0](torch.ones(1))
+        return answer
 
 
-@pytest.fixture
-def make() -> Iterator[Any]:
-    made: list[Collector] = []
-
-    def build(policy: Any, **options: Any) -> Collector:
-        made.append(Collector(options.pop("env", None) or CountingEnv(), policy, frames_per_batch=10, **options))
-        return made[-1]
-
-    yield build
-    for collector in made:
-        collector.shutdown()
+def acts(collector: Any) -> set[float]:
+    """What each worker does in the next batch; all actions of a worker are the same."""
+    return {*acts_by_worker(collector)}
 
 
-def acts_with(collector: Collector, value: float) -> bool:
-    batch = collector.next()
-    assert batch is not None
-    return bool((batch["action"] == value).all())
+def acts_by_worker(collector: Any) -> list[float]:
+    actions = rows(collector.next())["action"]
+    assert (actions == actions[:, :1, :1]).all()
+    return [float(action) for action in actions[:, 0, 0]]
+
+
+def until_acts(collector: Any, value: float) -> None:
+    """What is under way may be older; all that is made with the newest weights is made with `value`."""
+    seen = 0
+    newest = collector.stats()["policy_version"]
+    for _ in range(500):
+        batch = collector.next()
+        version = batch.get("policy_version", None)
+        if version is not None and int(version.min()) < newest:
+            continue
+        assert (batch["action"] == value).all()
+        seen += 1
+        if seen == 3:
+            return
+    raise AssertionError("the newest weights have not been acted with")
 
 
 # -- call forms -----------------------------------------------------------------------------------------------------
@@ -59,14 +71,15 @@ def acts_with(collector: Collector, value: float) -> bool:
 SOURCES = {
     "module": net,
     "state dict": lambda value: net(value).state_dict(),
+    "names of the inner module": lambda value: net(value).module.state_dict(),
+    "inner module": lambda value: net(value).module,
     "plain dict": lambda value: {"module.weight": torch.zeros(2, 3), "module.bias": value * ONES},
     "dict by tuples": lambda value: {("module", "weight"): torch.zeros(2, 3), ("module", "bias"): value * ONES},
     "nested dict": lambda value: {"module": {"weight": torch.zeros(2, 3), "bias": value * ONES}},
     "TensorDict": lambda value: TensorDict.from_module(net(value)),
     "TensorDict data": lambda value: TensorDict.from_module(net(value)).data,
     "flat TensorDict": lambda value: TensorDict(net(value).state_dict(), []),
-    "by worker": lambda value: {0: net(value).state_dict(), 1: net(-1.0).state_dict()},
-    "modules by worker": lambda value: {0: net(value)},
+    "by worker": lambda value: {0: net(value).state_dict(), 1: net(value)},
 }
 FORMS = {
     "positional": lambda collector, source: collector.update_policy_weights_(source),
@@ -79,157 +92,179 @@ FORMS = {
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("form", FORMS)
-def test_every_source_in_every_form(make: Any, form: str, source: str) -> None:
+@over([SINGLE, SYNC_HERE])
+def test_every_source_in_every_form(make: Make, form: str, source: str) -> None:
     own = net(1.0)
-    collector = make(own)
-    assert acts_with(collector, 1.0)
+    collector = make(None, own)
+    assert acts(collector) == {1.0}
     FORMS[form](collector, SOURCES[source](5.0))
-    assert acts_with(collector, 5.0)
-    assert acts_with(collector, 5.0)
+    assert acts(collector) == {5.0}
+    assert acts(collector) == {5.0}
     assert (own.module.bias == 1.0).all(), "weights ended up in the policy that the user is training"
     assert collector.stats()["policy_version"] == 1
 
 
-def test_without_arguments_weights_come_from_the_given_policy(make: Any) -> None:
+@over(ALL)
+def test_every_form_and_none(make: Make) -> None:
     own = net(1.0)
-    collector = make(own)
-    set_to(own, 2.0)
+    collector = make(None, own)
+    for number, form in enumerate(FORMS, start=2):
+        FORMS[form](collector, net(float(number)))
+        until_acts(collector, float(number))
+    set_to(own.module, 9.0)
     collector.update_policy_weights_()
-    assert acts_with(collector, 2.0)
-    assert collector.policy is own
+    until_acts(collector, 9.0)
+    assert collector.stats()["policy_version"] == 6
 
 
-@pytest.mark.parametrize("form", ["positional", "policy"])
-def test_the_given_policy_itself_is_no_other_source(make: Any, form: str) -> None:
+@over(AT_ONCE)
+def test_without_arguments_weights_come_from_the_given_policy(make: Make) -> None:
     own = net(1.0)
-    collector = make(own)
-    set_to(own, 2.0)
-    FORMS[form](collector, own)
-    assert acts_with(collector, 2.0)
-    assert collector.policy is own
-
-
-def test_without_arguments_after_explicit_weights(make: Any) -> None:
-    own = net(1.0)
-    collector = make(own)
+    collector = make(None, own)
     collector.update_policy_weights_(net(5.0))
-    set_to(own, 2.0)
-    assert acts_with(collector, 5.0), "training must not change what acts until it is told"
+    set_to(own.module, 2.0)
+    assert acts(collector) == {5.0}, "training must not change what acts until it is told"
     collector.update_policy_weights_()
-    assert acts_with(collector, 2.0)
-    set_to(own, 3.0)
-    assert acts_with(collector, 2.0)
+    assert acts(collector) == {2.0}
+    set_to(own.module, 3.0)
+    assert acts(collector) == {2.0}
     collector.update_policy_weights_(own)
-    assert acts_with(collector, 3.0)
+    assert acts(collector) == {3.0}
 
 
-def test_the_source_may_change_afterwards(make: Any) -> None:
-    collector = make(net(1.0))
-    source = net(5.0)
-    weights = source.state_dict()
-    collector.update_policy_weights_(weights)
-    set_to(source, 6.0)
-    assert acts_with(collector, 5.0)
+@pytest.mark.parametrize("form", [None, "positional", "policy"])
+@pytest.mark.parametrize("wraps", [True, False], ids=["TensorDictModule", "nn.Module"])
+def test_the_given_policy_itself_is_no_other_source(make: Make, form: str | None, wraps: bool) -> None:
+    own = net(1.0)
+    given = own if wraps else own.module
+    collector = make(None, given)
+    set_to(own.module, 2.0)
+    collector.update_policy_weights_() if form is None else FORMS[form](collector, given)
+    assert acts(collector) == {2.0}
+    assert (collector.policy if wraps else collector.policy.module) is given
 
 
-def test_training_goes_on_after_explicit_weights(make: Any) -> None:
+@over(ALL)
+def test_training_in_place_does_not_leak_until_it_is_published(make: Make, kind: Kind) -> None:
+    own = net(1.0)
+    collector = make(None, own)
+    if not kind.workers:
+        collector.update_policy_weights_(net(1.0))  # until then, the policy that was given is the one that acts
+    for number in range(8):
+        set_to(own.module, 50.0 + number)
+        assert (collector.next()["action"] == 1).all()
+    assert not own.module.bias.is_shared(), "the trainer's own tensors were moved to shared memory"
+    collector.update_policy_weights_(own.state_dict())
+    set_to(own.module, 99.0)
+    until_acts(collector, 57.0)
+
+
+@over(AT_ONCE)
+def test_an_optimiser_goes_on_after_explicit_weights(make: Make) -> None:
     """The user's parameters are still leaves of their own, which an optimiser can step."""
     own = net(1.0)
-    collector = make(own)
+    collector = make(None, own)
     optimiser = torch.optim.SGD(own.parameters(), lr=1.0)
     collector.update_policy_weights_(net(5.0))
-    batch = collector.next()
+    batch = rows(collector.next())
     own(batch)["action"].sum().backward()
     optimiser.step()
-    assert (own.module.bias == -9.0).all()
-    assert acts_with(collector, 5.0)
+    assert own.module.bias.is_leaf
+    assert (own.module.bias == 1.0 - batch.numel()).all()
+    assert acts(collector) == {5.0}
 
 
-def test_partial_weights_leave_the_rest(make: Any) -> None:
-    collector = make(net(1.0))
-    collector.update_policy_weights_({"module.bias": 4 * ONES})
-    assert acts_with(collector, 4.0)
+@over(AT_ONCE)
+def test_partial_weights_leave_the_rest_and_are_converted(make: Make) -> None:
+    collector = make(None, net(1.0))
+    collector.update_policy_weights_({"module.bias": torch.tensor([4, 4])})
+    assert acts(collector) == {4.0}
     weight = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
     collector.update_policy_weights_({"module.weight": weight})
     batch = collector.next()
-    assert torch.equal(batch["action"], batch["observation"][:, 2:].expand(-1, 2) + 4)
+    assert batch["action"].dtype == torch.float32
+    assert torch.equal(batch["action"], batch["observation"][..., 2:].expand(*batch.shape, 2) + 4)
 
 
-def test_other_dtypes_are_converted(make: Any) -> None:
-    collector = make(net(1.0))
-    collector.update_policy_weights_({"module.bias": torch.tensor([3, 3])})
-    assert acts_with(collector, 3.0)
-    assert collector.policy.module.bias.dtype == torch.float32
+class Normalised(nn.Module):
+    """Normalises by running moments: buffers, one of them not saved, and a count that only the module understands."""
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self, mean: float = 0.0, count: int = 0) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean))
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+        self.count = count
+        self.layer = nn.Linear(3, 2)
+        set_to(self.layer, 0.0)
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return (self.layer(observation) + self.mean + 100.0 * self.count) * self.scale
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"count": self.count, "history": list(range(self.count * 300))}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+        assert len(state["history"]) == self.count * 300
 
 
-def test_buffers_go_along(make: Any) -> None:
-    class Scaled(nn.Module):
-        scale: Tensor
+@over(AT_ONCE)
+def test_buffers_and_extra_state_go_along_and_may_grow(make: Make, kind: Kind) -> None:
+    own = Normalised(1.0, 0)
+    collector = make(None, own)
+    assert acts(collector) == {1.0}
+    for count in (1, 5, 50):
+        collector.update_policy_weights_(Normalised(2.0, count))
+        assert acts(collector) == {2.0 + 100 * count}
+    assert (own.mean, own.count) == (1.0, 0)
+    own.mean.fill_(7.0)
+    own.scale.fill_(2.0)
+    assert acts(collector) == {5002.0}, "not before it is published"
+    collector.update_policy_weights_()
+    assert acts(collector) == {14.0}
+    collector.update_policy_weights_({"mean": torch.tensor(3.0)})
+    assert acts(collector) == {6.0}
+    if "choose_workers" not in kind.cannot:
+        collector.update_policy_weights_(Normalised(4.0, 2), worker_ids=1)
+        assert acts_by_worker(collector)[0] == 6.0
+        assert acts_by_worker(collector)[1] >= 204.0
 
-        def __init__(self, scale: float) -> None:
-            super().__init__()
-            self.register_buffer("scale", torch.tensor(scale))
 
-        def forward(self, observation: Tensor) -> Tensor:
-            return torch.ones_like(observation[..., :2]) * self.scale
-
-    collector = make(Scaled(1.0))
-    collector.update_policy_weights_(Scaled(3.0))
-    assert acts_with(collector, 3.0)
-
-
-def test_what_a_module_saves_beside_its_weights_goes_along(make: Any) -> None:
-    class Remembering(nn.Module):
-        def __init__(self, value: float) -> None:
-            super().__init__()
-            self.value = value
-
-        def forward(self, observation: Tensor) -> Tensor:
-            return torch.full_like(observation[..., :2], self.value)
-
-        def get_extra_state(self) -> dict[str, float]:
-            return {"value": self.value}
-
-        def set_extra_state(self, state: dict[str, float]) -> None:
-            self.value = state["value"]
-
-    own = Remembering(1.0)
-    collector = make(own)
-    collector.update_policy_weights_(Remembering(7.0))
-    assert acts_with(collector, 7.0)
-    assert own.value == 1.0
+# -- kinds of policies ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["names of the wrapper", "names of the module"])
-def test_a_policy_given_as_a_plain_module_keeps_its_names(make: Any, wrapped: bool) -> None:
+@over(ALL)
+def test_a_policy_given_as_a_plain_module_keeps_its_names(make: Make, wrapped: bool) -> None:
     own = net(1.0).module
-    collector = make(own)
+    collector = make(None, own)
+    assert (collector.next()["action"] == 1).all()
     collector.update_policy_weights_((net(5.0) if wrapped else net(5.0).module).state_dict())
-    assert acts_with(collector, 5.0)
+    until_acts(collector, 5.0)
     assert (own.bias == 1.0).all()
-    collector.update_policy_weights_(own)
-    assert acts_with(collector, 1.0)
+    collector.update_policy_weights_({"bias": 3 * ONES})
+    until_acts(collector, 3.0)
+    set_to(own, 2.0)
+    collector.update_policy_weights_()
+    until_acts(collector, 2.0)
 
 
-def test_a_plain_module_itself_is_no_other_source(make: Any) -> None:
-    own = net(1.0).module
-    collector = make(own)
-    collector.update_policy_weights_(own)
-    assert collector.policy.module is own
-
-
-def test_a_compiled_policy_takes_weights_by_the_names_of_the_module(make: Any) -> None:
+def test_a_compiled_policy_takes_weights_by_the_names_of_the_module(make: Make) -> None:
     own = net(1.0)
-    collector = make(torch.compile(own, backend="eager"))
-    assert acts_with(collector, 1.0)
+    collector = make(None, torch.compile(own, backend="eager"))
+    assert acts(collector) == {1.0}
     collector.update_policy_weights_(net(5.0))
-    assert acts_with(collector, 5.0)
+    assert acts(collector) == {5.0}
     collector.update_policy_weights_(torch.compile(net(6.0), backend="eager"))
-    assert acts_with(collector, 6.0)
+    assert acts(collector) == {6.0}
     assert (own.module.bias == 1.0).all()
 
 
-def test_a_sequence_of_modules(make: Any) -> None:
+@over([SINGLE, SYNC_HERE])
+def test_a_sequence_of_modules(make: Make) -> None:
     def sequence(value: float) -> TensorDictSequential:
         first = TensorDictModule(nn.Linear(3, 4), in_keys=["observation"], out_keys=["hidden"])
         second = TensorDictModule(nn.Linear(4, 2), in_keys=["hidden"], out_keys=["action"])
@@ -237,14 +272,56 @@ def test_a_sequence_of_modules(make: Any) -> None:
         set_to(second.module, value)
         return TensorDictSequential(first, second)
 
-    collector = make(sequence(1.0))
+    collector = make(None, sequence(1.0))
     collector.update_policy_weights_(sequence(5.0))
-    assert acts_with(collector, 5.0)
+    assert acts(collector) == {5.0}
     assert (collector.next()["hidden"] == 1.0).all()
+    collector.update_policy_weights_({"module.1.module.bias": 3 * ONES})
+    assert acts(collector) == {3.0}
 
 
-@pytest.mark.parametrize("policy_kind", ["recurrent"])
-def test_explicit_weights_leave_running_episodes_alone(make: Any, policy_kind: str) -> None:
+@over(AT_ONCE)
+def test_tied_weights(make: Make) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(3, 2)
+            self.two = self.one
+            set_to(self.one, 1.0)
+
+        def forward(self, observation: Tensor) -> Tensor:
+            return self.one(observation) + self.two(observation)
+
+    own = Tied()
+    collector = make(None, own)
+    assert acts(collector) == {2.0}
+    set_to(own.two, 3.0)
+    collector.update_policy_weights_()
+    assert acts(collector) == {6.0}
+
+
+@pytest.mark.parametrize("wraps", [True, False], ids=["wrapped", "plain"])
+@over(AT_ONCE)
+def test_a_lazy_policy_gets_its_shapes_from_the_first_worker(make: Make, wraps: bool) -> None:
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2))
+    policy: Any = TensorDictModule(lazy, in_keys=["observation"], out_keys=["action"]) if wraps else lazy
+    collector = make(None, policy)
+    assert [tuple(p.shape) for p in policy.parameters()] == [(4, 3), (4,), (2, 4), (2,)]
+    batch = collector.next()
+    with torch.no_grad():
+        assert torch.allclose(lazy(batch["observation"]), batch["action"], atol=1e-6), "it acts with other weights"
+        lazy[2].bias.fill_(100.0)
+    collector.update_policy_weights_()
+    assert (collector.next()["action"] > 50).all()
+    next(policy.parameters()).sum().backward()
+    other = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    nn.init.constant_(other[2].bias, -100.0)
+    collector.update_policy_weights_(other)
+    assert (collector.next()["action"] < -50).all()
+
+
+@over([SINGLE, SYNC_HERE])
+def test_explicit_weights_leave_running_episodes_alone(make: Make) -> None:
     """Recurrent state is carried on, and no lane is at a beginning, when weights change in the middle of an episode."""
 
     class Counter(nn.Module):
@@ -256,10 +333,10 @@ def test_explicit_weights_leave_running_episodes_alone(make: Any, policy_kind: s
             return observation[..., :2], count + 1
 
     keys_in, keys_out = ["observation", "is_init", "count"], ["action", ("next", "count")]
-    collector = make(TensorDictModule(Counter(), in_keys=keys_in, out_keys=keys_out), env=CountingEnv(lengths=1000))
+    collector = make(None, TensorDictModule(Counter(), in_keys=keys_in, out_keys=keys_out), lengths=1000)
     counts, begins = [], []
     for _ in range(3):
-        batch = collector.next()
+        batch = rows(collector.next())[0]
         counts.extend(batch["count"][:, 0].tolist())
         begins.extend(batch["is_init"][:, 0].tolist())
         collector.update_policy_weights_({"module.unused": torch.ones(1)})
@@ -267,200 +344,360 @@ def test_explicit_weights_leave_running_episodes_alone(make: Any, policy_kind: s
     assert begins == [True] + [False] * 29
 
 
-def test_a_policy_from_a_factory_is_the_collectors_own(make: Any) -> None:
+def test_a_policy_from_a_factory_is_the_collectors_own(make: Make) -> None:
     """Nobody else trains it, so weights go straight into it and stay."""
-    collector = make(None, policy_factory=lambda: net(1.0))
+    collector = make(policy_factory=lambda: net(1.0))
     own = collector.policy
     collector.update_policy_weights_(net(5.0))
     assert collector.policy is own
-    assert acts_with(collector, 5.0)
+    assert acts(collector) == {5.0}
     collector.update_policy_weights_()
-    assert acts_with(collector, 5.0)
+    assert acts(collector) == {5.0}
     with pytest.raises(ValueError, match="shape"):
         collector.update_policy_weights_({"module.weight": torch.ones(2, 3), "module.bias": torch.ones(3)})
-    assert acts_with(collector, 5.0)
+    assert acts(collector) == {5.0}
     assert collector.stats()["policy_version"] == 2
 
 
-def test_lazy_layers_are_made_real_first(make: Any) -> None:
-    lazy = TensorDictModule(nn.LazyLinear(2), in_keys=["observation"], out_keys=["action"])
-    collector = make(lazy)
-    collector.update_policy_weights_(net(5.0))
-    assert acts_with(collector, 5.0)
-    set_to(lazy.module, 2.0)
+@over([SYNC_HERE, SYNC])
+def test_a_policy_factory_for_all_workers(make: Make, kind: Kind) -> None:
+    """Called in each worker, never here; all act with the weights of the first."""
+    here = os.getpid()
+
+    def factory() -> nn.Module:
+        assert "share_objects" not in kind.cannot or os.getpid() != here
+        return TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["action"])
+
+    collector = make(policy_factory=factory)
+    weights = [collector.cascade_execute("policy.state_dict")[index]["module.weight"] for index in (0, 1)]
+    assert torch.equal(weights[0], weights[1])
+    collector.update_policy_weights_(net(3.0))
+    assert acts(collector) == {3.0}
+    with pytest.raises(RuntimeError, match=r"give them, as in update_policy_weights_\(policy\)"):
+        collector.update_policy_weights_()
+
+
+@over([SYNC_HERE, SYNC])
+def test_a_policy_factory_for_each_worker(make: Make) -> None:
+    collector = make(policy_factory=[lambda: net(1.0), lambda: net(2.0)])
+    assert acts_by_worker(collector) == [1.0, 2.0]
+    collector.update_policy_weights_({"module.weight": torch.zeros(2, 3)})
+    assert acts_by_worker(collector) == [1.0, 2.0], "a part leaves the rest, which differs"
+    collector.update_policy_weights_(net(5.0), worker_ids=0)
+    assert acts_by_worker(collector) == [5.0, 2.0]
+    collector.update_policy_weights_(net(6.0))
+    assert acts_by_worker(collector) == [6.0, 6.0]
+
+
+@pytest.mark.filterwarnings("ignore:weight_sync_schemes")
+@over([SYNC_HERE])
+def test_a_policy_and_a_factory_with_schemes(make: Make) -> None:
+    """As in TorchRL: the policy is then only where weights come from."""
+    own = net(7.0)
+    collector = make(None, own, policy_factory=net, weight_sync_schemes={})
+    assert acts(collector) == {7.0}
+    set_to(own.module, 8.0)
     collector.update_policy_weights_()
-    assert acts_with(collector, 2.0)
+    assert acts(collector) == {8.0}
 
 
-def test_a_copy_on_another_device_is_what_acts_from_the_start(make: Any) -> None:
+def test_a_copy_on_another_device_is_what_acts_from_the_start(make: Make) -> None:
     """As with a policy that the collector had to copy elsewhere: the copy changes only when told."""
     own = net(1.0)
-    collector = make(own)
-    collector.policy = copy.deepcopy(own)  # what `policy_device` does where there is another device
-    collector._loop.policy.exchange(collector.policy)
-    set_to(own, 2.0)
-    assert acts_with(collector, 1.0)
+    collector = make(None, own)
+    exchange_policy(collector, copy.deepcopy(own))
+    set_to(own.module, 2.0)
+    assert acts(collector) == {1.0}
     collector.update_policy_weights_()
-    assert acts_with(collector, 2.0)
+    assert acts(collector) == {2.0}
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("positional", "named"),
-    [
-        (True, {"weights": net()}),
-        (True, {"policy": net()}),
-        (False, {"weights": net(), "policy": net()}),
-        (True, {"weights_dict": {"policy": net()}}),
-        (False, {"weights": net(), "weights_dict": {"policy": net()}}),
-        (False, {"policy": net(), "weights_dict": {"policy": net()}}),
-        (False, {"weights_dict": {"policy": net()}, "model_id": "policy"}),
-    ],
-)
-def test_two_sources_are_refused(make: Any, positional: bool, named: dict[str, Any]) -> None:
-    collector = make(net(1.0))
-    with pytest.raises(ValueError, match="|".join(named)):
-        collector.update_policy_weights_(*([net()] if positional else []), **named)
-    assert acts_with(collector, 1.0)
-    assert collector.stats()["policy_version"] == 0
-
-
-BAD = [
-    ({"module.bias": torch.ones(3)}, ValueError, r"'module.bias' has shape \(2,\), got \(3,\)"),
-    ({"module.bias": 9 * ONES, "module.weight": torch.ones(3, 2)}, ValueError, r"'module.weight' has shape \(2, 3\)"),
-    ({"module.bias": 9 * ONES, "module.weigt": torch.ones(2, 3)}, KeyError, r"weigt.*Did you mean 'module.weight'"),
-    ({"module.bias": [9.0, 9.0]}, TypeError, r"'module.bias' must be a tensor, got list"),
-    (nn.Linear(4, 2), ValueError, r"'weight' has shape \(2, 3\), got \(2, 4\)"),
-    ("weights", TypeError, "got str: 'weights'"),
-    (5, TypeError, "got int: 5"),
+BAD: list[tuple[Any, type[Exception], str]] = [
+    (lambda c: c.update_policy_weights_(net(), weights=net()), ValueError, "one source"),
+    (lambda c: c.update_policy_weights_(net(), policy=net()), ValueError, "one source"),
+    (lambda c: c.update_policy_weights_(weights=net(), policy=net()), ValueError, "one source"),
+    (lambda c: c.update_policy_weights_(net(), weights_dict={"policy": net()}), ValueError, "one source"),
+    (lambda c: c.update_policy_weights_(weights=net(), weights_dict={"policy": net()}), ValueError, "weights_dict"),
+    (lambda c: c.update_policy_weights_(policy=net(), weights_dict={"policy": net()}), ValueError, "weights_dict"),
+    (lambda c: c.update_policy_weights_(weights_dict={"policy": net()}, model_id="policy"), ValueError, "model_id"),
+    (lambda c: c.update_policy_weights_(net(), model_id="x"), KeyError, "'x'"),
+    (lambda c: c.update_policy_weights_(net(), model_id="policyy"), KeyError, "Did you mean 'policy'"),
+    (lambda c: c.update_policy_weights_(weights_dict={"env.models[0]": nn.Linear(1, 1)}), KeyError, "no model"),
+    (lambda c: c.update_policy_weights_(model_id="env.models[0]"), (ValueError, KeyError), "env.models"),
+    (lambda c: c.update_policy_weights_(weights_dict={"env.batch_size": net()}), RuntimeError, "is Size.* no weights"),
+    (lambda c: c.update_policy_weights_({"module.bia": ONES}), KeyError, "Did you mean 'module.bias'"),
+    (
+        lambda c: c.update_policy_weights_({"module.bias": torch.ones(3)}),
+        ValueError,
+        r"'module.bias' has shape \(2,\), got \(3,\)",
+    ),
+    (
+        lambda c: c.update_policy_weights_({"module.bias": 9 * ONES, "module.weight": torch.ones(3, 2)}),
+        ValueError,
+        r"'module.weight' has shape \(2, 3\)",
+    ),
+    (
+        lambda c: c.update_policy_weights_({"module.bias": 9 * ONES, "module.weigt": torch.ones(2, 3)}),
+        KeyError,
+        "weigt.*Did you mean 'module.weight'",
+    ),
+    (lambda c: c.update_policy_weights_({"module.bias": [9.0, 9.0]}), TypeError, "must be a tensor, got list"),
+    (lambda c: c.update_policy_weights_(nn.Linear(4, 2)), ValueError, r"weight' has shape \(2, 3\), got \(2, 4\)"),
+    (lambda c: c.update_policy_weights_("weights"), TypeError, "got str: 'weights'"),
+    (lambda c: c.update_policy_weights_(5), TypeError, "got int: 5"),
+    (lambda c: c.update_policy_weights_({0: nn.Linear(4, 2), 1: net()}), ValueError, "weight"),
 ]
 
 
-@pytest.mark.parametrize(("source", "kind", "words"), BAD, ids=[str(i) for i in range(len(BAD))])
-def test_what_does_not_fit_changes_nothing(make: Any, source: Any, kind: type[Exception], words: str) -> None:
-    own = net(1.0)
-    collector = make(own)
-    with pytest.raises(kind, match=words):
-        collector.update_policy_weights_(source)
-    assert collector.policy is own
-    assert acts_with(collector, 1.0)
+@pytest.mark.parametrize("number", range(len(BAD)))
+@over(HERE)
+def test_what_is_refused_changes_nothing(make: Make, number: int) -> None:
+    call, error, words = BAD[number]
+    collector = make(None, net(1.0))
+    with pytest.raises(error, match=words):
+        call(collector)
+    for _ in range(3):
+        assert (collector.next()["action"] == 1).all()
     assert collector.stats()["policy_version"] == 0
     collector.update_policy_weights_(net(5.0))  # and the next one is not spoilt
-    assert acts_with(collector, 5.0)
-    with pytest.raises(kind):
-        collector.update_policy_weights_(source)
-    assert acts_with(collector, 5.0)
+    until_acts(collector, 5.0)
+    with pytest.raises(error):
+        call(collector)
+    until_acts(collector, 5.0)
 
 
-def test_an_unknown_model_is_refused(make: Any) -> None:
-    collector = make(net(1.0))
+def test_an_unknown_model_is_refused(make: Make) -> None:
+    collector = make(None, net(1.0))
     for name in ("x", "policyy", "env.models[0]", "env[0]", "policy.", "env.envs[7].model"):
         with pytest.raises(KeyError, match="There is no model"):
             collector.update_policy_weights_(net(5.0).state_dict(), model_id=name)
         with pytest.raises(KeyError, match="There is no model"):
             collector.update_policy_weights_(weights_dict={"policy": net(5.0), name: net(5.0)})
-    with pytest.raises(KeyError, match="Did you mean 'policy'"):
-        collector.update_policy_weights_(net(5.0), model_id="policyy")
-    assert acts_with(collector, 1.0)
+    assert acts(collector) == {1.0}
 
 
-@pytest.mark.parametrize("arguments", [(), (net(),)])
-def test_a_random_policy_has_no_weights(make: Any, arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(RuntimeError, match="'policy' is RandomPolicy, which has no weights"):
-        make(None).update_policy_weights_(*arguments)
+@pytest.mark.parametrize(
+    "policy",
+    [None, lambda td: td.set("action", td["observation"][..., :2])],
+    ids=["random", "function of a TensorDict"],
+)
+@over(HERE)
+def test_a_policy_without_weights_has_none_to_update(make: Make, policy: Any) -> None:
+    collector = make(None, policy)
+    for source in ((), (net(),)):
+        with pytest.raises(RuntimeError, match="no weights"):
+            collector.update_policy_weights_(*source)
+    collector.next()
+    collector.increment_version()
+    assert collector.stats()["policy_version"] == 1
+    assert collector.next() is not None
 
 
-def test_a_function_has_no_weights(make: Any) -> None:
-    def policy(td: TensorDictBase) -> TensorDictBase:
-        return td.set("action", ONES)
-
-    with pytest.raises(RuntimeError, match="function, which has no weights"):
-        make(policy).update_policy_weights_()
+@over([SYNC_HERE, ASYNC_HERE])
+def test_a_function_of_tensors_has_no_weights_either(make: Make) -> None:
+    with pytest.raises(RuntimeError, match="no weights"):
+        make(None, lambda observation: observation[..., :2]).update_policy_weights_()
 
 
-def test_what_is_no_model_has_no_weights(make: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"'env.batch_size' is Size, which has no weights"):
-        make(net()).update_policy_weights_({"a": ONES}, model_id="env.batch_size")
+@over([SINGLE, SYNC_HERE])
+def test_the_old_name_warns_and_works(make: Make) -> None:
+    collector = make(None, net(1.0))
+    with pytest.warns(DeprecationWarning, match="policy_weights is an old name; use weights") as caught:
+        collector.update_policy_weights_(policy_weights=net(5.0).state_dict())
+    assert caught[0].filename == __file__
+    assert acts(collector) == {5.0}
+    with (
+        pytest.warns(DeprecationWarning, match="old name"),
+        pytest.raises(ValueError, match="old name of weights"),
+    ):
+        collector.update_policy_weights_(weights=net(), policy_weights=net())
 
 
-def test_another_model_needs_its_weights(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"model_id='env.models\[0\]'.* needs the weights"):
-        make(net(), env=EnvWithAModel()).update_policy_weights_(model_id="env.models[0]")
+# -- other models, workers, versions ---------------------------------------------------------------------------------
 
 
-# -- other models, workers, versions, old names ----------------------------------------------------------------------
-
-
-def test_other_models_by_their_path(make: Any) -> None:
-    env = EnvWithAModel()
-    collector = make(net(1.0), env=env)
-    weights = {"weight": torch.zeros(2, 2), "bias": 3 * ONES}
-    collector.update_policy_weights_(weights, model_id="env.models[0]")
-    assert (env.models[0].bias == 3).all()
-    assert acts_with(collector, 1.0)
-    collector.update_policy_weights_(weights_dict={"policy": net(5.0), "env.models[0]": {"bias": 4 * ONES}})
-    assert (env.models[0].bias == 4).all()
-    assert acts_with(collector, 5.0)
-
-
-def test_one_bad_model_among_several_changes_none(make: Any) -> None:
-    env = EnvWithAModel()
-    before = env.models[0].bias.clone()
-    collector = make(net(1.0), env=env)
-    good = {"bias": 9 * ONES}
+@over(AT_ONCE)
+def test_other_models_by_their_path(make: Make, kind: Kind) -> None:
+    collector = make(EnvWithAModel, net(1.0))
+    collector.update_policy_weights_({"bias": torch.tensor([10.0])}, model_id="env.models[0]")
+    assert (collector.next()["next", "reward"] == 12).all(), "a part leaves the rest as it is"
     with pytest.raises(ValueError, match="shape"):
-        collector.update_policy_weights_(weights_dict={"env.models[0]": good, "policy": nn.Linear(1, 1)})
-    assert torch.equal(env.models[0].bias, before)
-    assert acts_with(collector, 1.0)
+        collector.update_policy_weights_(
+            weights_dict={"env.models[0]": {"bias": torch.zeros(1)}, "policy": nn.Linear(1, 1)}
+        )
+    batch = collector.next()
+    assert (batch["next", "reward"] == 12).all(), "one bad model among several changes none"
+    assert (batch["action"] == 1).all()
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.weight, 4.0)
+    nn.init.constant_(model.bias, 5.0)
+    collector.update_policy_weights_(weights_dict={"env.models[0]": model, "policy": net(2.0)})
+    batch = collector.next()
+    assert (batch["next", "reward"] == 9).all()
+    assert (batch["action"] == 2).all()
+    if "choose_workers" not in kind.cannot:
+        collector.update_policy_weights_({"bias": torch.zeros(1)}, model_id="env.models[0]", worker_ids=1)
+        assert collector.next()["next", "reward"][:, 0, 0].tolist() == [9.0, 4.0]
+    with pytest.raises(ValueError, match=r"model_id='env.models\[0\]'.* needs the weights"):
+        collector.update_policy_weights_(model_id="env.models[0]")
+
+
+@over([SYNC_HERE, SYNC])
+def test_weights_for_some_workers(make: Make) -> None:
+    collector = make(None, net(1.0), workers=3, track_policy_version=True)
+    collector.update_policy_weights_(net(2.0), worker_ids=1)
+    assert acts_by_worker(collector) == [1.0, 2.0, 1.0]
+    collector.update_policy_weights_(net(3.0), worker_ids=[0, 2])
+    batch = collector.next()
+    assert batch["action"][:, 0, 0].tolist() == [3.0, 2.0, 3.0]
+    assert batch["policy_version"].reshape(3, -1)[:, 0].tolist() == [2, 1, 2]
+    collector.update_policy_weights_({0: net(4.0), 2: net(5.0).state_dict()})
+    assert acts_by_worker(collector) == [4.0, 2.0, 5.0]
+    collector.update_policy_weights_({0: net(6.0), 1: net(7.0)}, worker_ids=[1])
+    assert acts_by_worker(collector) == [4.0, 7.0, 5.0]
+    collector.update_policy_weights_({"module.bias": 8 * ONES}, worker_ids=[2])
+    assert acts_by_worker(collector) == [4.0, 7.0, 8.0]
+    collector.increment_version()
+    assert acts_by_worker(collector) == [4.0, 7.0, 8.0], "a version counts, and changes nothing"
+    collector.update_policy_weights_()
+    assert acts_by_worker(collector) == [1.0, 1.0, 1.0]
+    assert collector.stats()["policy_version"] == 7
+
+
+@pytest.mark.parametrize("worker_ids", [2, [0, 5], -1])
+@over([SYNC_HERE])
+def test_workers_that_are_not_there(make: Make, worker_ids: Any) -> None:
+    collector = make(None, net(1.0))
+    with pytest.raises(ValueError, match=r"worker_ids=.* there are 2 workers"):
+        collector.update_policy_weights_(net(2.0), worker_ids=worker_ids)
+    assert collector.stats()["policy_version"] == 0
+    assert acts(collector) == {1.0}
 
 
 @pytest.mark.parametrize(
     ("worker", "worker_ids", "taken"),
     [(None, 0, True), (None, [0], True), (None, 1, False), (2, 2, True), (2, [0, 2], True), (2, [0, 1], False)],
 )
-def test_worker_ids_choose(make: Any, worker: int | None, worker_ids: Any, taken: bool) -> None:
-    collector = make(net(1.0), worker_idx=worker)
+def test_a_collector_takes_what_is_for_its_worker_idx(
+    make: Make, worker: int | None, worker_ids: Any, taken: bool
+) -> None:
+    collector = make(None, net(1.0), worker_idx=worker)
     collector.update_policy_weights_(net(5.0), worker_ids=worker_ids)
-    assert acts_with(collector, 5.0 if taken else 1.0)
+    assert acts(collector) == {5.0 if taken else 1.0}
     assert collector.stats()["policy_version"] == int(taken)
+    own = worker or 0
+    collector.update_policy_weights_({own: net(6.0)})
+    collector.update_policy_weights_({own + 1: net(7.0), own + 2: net(8.0)})
+    assert acts(collector) == {6.0}
+    assert collector.stats()["policy_version"] == int(taken) + 1
 
 
-def test_weights_for_other_workers_are_none_of_ours(make: Any) -> None:
+@over([SINGLE, SYNC_HERE])
+def test_versions_count_every_update(make: Make) -> None:
     own = net(1.0)
-    collector = make(own, worker_idx=2)
-    collector.update_policy_weights_({2: net(5.0)})
-    collector.update_policy_weights_({0: net(6.0), 1: net(7.0)})
-    assert acts_with(collector, 5.0)
-    assert collector.stats()["policy_version"] == 1
-
-
-def test_versions_count_every_update(make: Any) -> None:
-    own = net(1.0)
-    collector = make(own, track_policy_version=True)
+    collector = make(None, own, track_policy_version=True)
     for version, arguments in enumerate([(), (own,), (net(5.0),), (net(6.0).state_dict(),), ()], start=1):
         collector.update_policy_weights_(*arguments)
-        assert collector.policy_version == version
+        assert collector.policy_version == collector.get_policy_version() == version
     assert collector.next()["policy_version"].unique().tolist() == [5]
 
 
-def test_the_old_name_warns_its_caller_and_works(make: Any) -> None:
-    collector = make(net(1.0))
-    with pytest.warns(DeprecationWarning, match="policy_weights is an old name; use weights") as caught:
-        collector.update_policy_weights_(policy_weights=net(5.0).state_dict())
-    assert caught[0].filename == __file__
-    assert acts_with(collector, 5.0)
+@over(ALL)
+def test_the_version_in_the_frames_is_the_one_that_acted(make: Make) -> None:
+    collector = make(None, net(0.0), track_policy_version=PolicyVersion())
+    for number in range(1, 15):
+        batch = collector.next()
+        assert (batch["action"] == batch["policy_version"].reshape(*batch.shape, 1)).all()
+        assert torch.equal(batch["policy_version"], batch["next", "policy_version"])
+        assert batch["policy_version"].dtype == torch.int64
+        collector.update_policy_weights_(net(float(number)))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_old_and_new_name_exclude_each_other(make: Any) -> None:
-    with pytest.raises(ValueError, match="old name of weights"):
-        make(net(1.0)).update_policy_weights_(weights=net(), policy_weights=net())
+@over([SYNC_HERE, ASYNC_HERE])
+def test_update_at_each_batch(make: Make, kind: Kind) -> None:
+    own = net(0.0)
+    collector = make(None, own, update_at_each_batch=True, workers=1)
+    seen = []
+    for number in range(1, 6):
+        batch = collector.next()
+        seen.append(float(batch["action"].reshape(-1)[0]))
+        set_to(own.module, float(number))
+    if kind.joins:
+        assert seen == [0, 1, 2, 3, 4]
+        assert collector.policy_version == 5
+    else:
+        assert seen == sorted(seen)
+        assert seen[-1] >= 1
+        assert collector.policy_version == 4
 
 
-def test_weights_from_a_checkpoint_on_disk(make: Any, tmp_path: Any) -> None:
+# -- torn weights ---------------------------------------------------------------------------------------------------
+
+
+@over(SPREAD)
+def test_no_frame_is_made_by_half_of_an_update(make: Make, kind: Kind) -> None:
+    """10,000 updates while workers collect, and no action mixes two of them."""
+    updates, often = (1000, 5) if kind.joins else (10_000, 20)
+    policy = Pair()
+    collector = make(None, policy, steps=4, track_policy_version=PolicyVersion())
+    frames, seen = 0, set()
+    for number in range(1, updates + 1):
+        policy.set(number)
+        collector.update_policy_weights_()
+        if number % often == 0:
+            batch = collector.next()
+            action, version = batch["action"], batch["policy_version"].reshape(*batch.shape, 1)
+            assert (action[..., :1] == action[..., 1:]).all(), "torn"
+            assert (action == version).all(), "the frames tell another version than acted"
+            assert int(version.max()) <= number
+            frames += batch.numel()
+            seen.update(version.unique().tolist())
+    assert collector.policy_version == updates
+    assert len(seen) > 50
+    assert frames == collector.stats()["frames"]
+
+
+@over([ASYNC])
+def test_weights_arrive_whole_while_workers_run_free(make: Make) -> None:
+    policy, kept = Pair(), buffer()
+    collector = make(None, policy, replay_buffer=kept, total_frames=4000)
+    collector.start()
+    number, deadline = 0, time.monotonic() + WAIT_S
+    while collector.is_running():
+        assert time.monotonic() < deadline
+        number += 1
+        policy.set(number)
+        collector.update_policy_weights_()
+    data = kept[:]
+    assert len(data) == 4000
+    assert torch.equal(data["action"][:, 0], data["action"][:, 1])
+    assert torch.equal(data["action"][:, 0].long(), data["policy_version"].reshape(-1))
+    assert len(data["policy_version"].unique()) > 5
+
+
+@over(SPREAD)
+def test_publishing_does_not_wait_for_a_stopped_worker(make: Make) -> None:
+    policy = net(0.0)
+    collector = make(None, policy)
+    collector.next()
+    pid = collector.worker_pids[1]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        begin = time.monotonic()
+        for number in range(500):
+            set_to(policy.module, float(number + 1))
+            collector.update_policy_weights_()
+        assert time.monotonic() - begin < 10.0, "it has waited"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until_acts(collector, 500.0)
+
+
+def test_a_checkpoint_on_disk(make: Make, tmp_path: Any) -> None:
     torch.save(net(5.0).state_dict(), tmp_path / "policy.pt")
-    collector = make(net(1.0))
-    collector.update_policy_weights_(torch.load(tmp_path / "policy.pt", weights_only=True))
-    assert acts_with(collector, 5.0)
+    collector = make(None, net(1.0))
+    weights: TensorDictBase = torch.load(tmp_path / "policy.pt", weights_only=True)
+    collector.update_policy_weights_(weights)
+    assert acts(collector) == {5.0}

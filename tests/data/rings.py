@@ -58,10 +58,8 @@ class Ring:
         self.hidden: object = None
         """A column that samplers do not get to see."""
         self.edits = 0
-        self.gathers = False
-        """Whether frames can be asked for alone: whole columns are then not to be asked for."""
-        self.asked: list[object] = []
-        """The columns of which some frames were asked for."""
+        self.asked: list[tuple[Key, int]] = []
+        """The entries that were asked for, and of how many frames."""
         self._chance = random.Random(seed)
         self._envs = 3 if lanes == 1 else lanes
         self.writers = [Writer(env, self._chance) for env in range(self._envs)]
@@ -69,14 +67,9 @@ class Ring:
     def contents(self, whole: bool = False) -> Contents:
         columns = {key: column for key, column in self.columns.items() if key != self.hidden}
 
-        def gather(key: Key, index: np.ndarray) -> np.ndarray:
-            assert index.ndim == 1
-            self.asked.append(key)
+        def entry(key: Key, index: np.ndarray) -> np.ndarray:
+            self.asked.append((key, index.size))
             return np.asarray(columns[key][index])
-
-        def column(key: Key) -> np.ndarray:
-            assert not self.gathers or key not in columns, f"Some frames of {key} would do."
-            return columns[key]
 
         return Contents(
             lanes=self.lanes,
@@ -85,10 +78,9 @@ class Ring:
             end=self.end,
             stamps=self.stamps,
             seams=self.seams,
-            column=column,
+            entry=entry,
             whole=whole,
             edits=self.edits,
-            gather=gather if self.gathers else None,
         )
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from buffer_tools import seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -40,7 +41,7 @@ def lose(buffer: ReplayBuffer, rows: int) -> None:
     """A writer gives up in the middle of its rows."""
 
     def put(where: slice, which: slice) -> None:
-        buffer.storage.column("n")[where] = -1
+        buffer.storage.view(buffer.storage.max_size)["n"].numpy()[where] = -1
         raise OSError("lost")
 
     with pytest.raises(OSError, match="lost"):
@@ -60,10 +61,6 @@ def assert_uniform(drawn: list[int], expected: set[int]) -> None:
 
 def drawn_from(buffer: ReplayBuffer, batches: int = 200, size: int = 100) -> list[int]:
     return [n for _ in range(batches) for n in numbers_of(buffer.sample(size))]
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 # -- with replacement ------------------------------------------------------------------------------------------------
@@ -295,7 +292,7 @@ class Newest(Sampler):
         self.seen = contents.end
         index = contents.index(np.arange(contents.end - batch_size, contents.end))
         age = np.arange(batch_size)[::-1].copy()
-        return Draw(index, {"age": age}, {"twice": 2 * contents.column("n")[index], "extra": age * 10})
+        return Draw(index, {"age": age}, {"twice": 2 * contents.entry("n", index), "extra": age * 10})
 
     def update_priority(self, contents: Contents, index: np.ndarray, priority: np.ndarray) -> None:
         self.priorities.append((index.tolist(), priority.tolist()))

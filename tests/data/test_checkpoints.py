@@ -205,7 +205,7 @@ def test_holes_stay_holes() -> None:
     buffer.extend(frames(range(10)))
 
     def put(where: slice, which: slice) -> None:
-        buffer.storage.column("n")[where] = -1
+        buffer.storage.view(buffer.storage.max_size)["n"].numpy()[where] = -1
         raise OSError
 
     with pytest.raises(OSError):  # noqa: PT011

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import combinations
 from typing import Any
 
@@ -12,8 +13,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 
+from swath.data import LazyTensorStorage, ListStorage, NothingToSampleError, ReplayBuffer
 from swath.data.contents import Contents
-from swath.data.episodes import episodes_in, episodes_of, flags_of
+from swath.data.stored_episodes import episodes_in, episodes_of, flags_of
 
 Step = tuple[int, int]
 """The episode that a frame belongs to, and its step in it."""
@@ -178,10 +180,10 @@ def contents_of(frames: TensorDict, seams: list[bool], capacity: int, lost: set[
     rows[here % capacity] = here
     stamps[here % capacity] = [0 if position in lost else position + 1 for position in here]
 
-    def column(key: Any) -> np.ndarray:
-        return frames[key].numpy()[rows]
+    def entry(key: Any, index: np.ndarray) -> np.ndarray:
+        return frames[key].numpy()[rows][index]
 
-    return Contents(1, capacity, first, end, stamps, np.array(seams)[rows], column)
+    return Contents(1, capacity, first, end, stamps, np.array(seams)[rows], entry)
 
 
 @settings(max_examples=200, deadline=None)
@@ -210,7 +212,7 @@ def test_each_lane_of_a_buffer_is_a_run() -> None:
     turned = torch.tensor([3, 0, 1, 2, 7, 4, 5, 6])
     stamps = np.array([5, 2, 3, 4])
     ring = frames[turned]
-    contents = Contents(2, 4, 1, 5, stamps, np.zeros(8, bool), lambda key: ring[key].numpy())
+    contents = Contents(2, 4, 1, 5, stamps, np.zeros(8, bool), lambda key, index: ring[key].numpy()[index])
     found = told(episodes_in(contents, lambda index: ring[torch.from_numpy(index)]))
     assert sorted(found) == [(1, [0, 1, 2]), (3, [0]), (4, [0])]
     found = told(episodes_in(contents, lambda index: ring[torch.from_numpy(index)], keep_headless=True))
@@ -240,3 +242,25 @@ def test_flags_from_whichever_there_are(left: tuple[str, ...]) -> None:
 def test_no_flags_are_an_error() -> None:
     with pytest.raises(KeyError, match="none of the flags"):
         list(episodes_of(TensorDict({"step": torch.arange(3)}, batch_size=[3])))
+
+
+def test_a_buffer_gives_its_complete_episodes_while_nobody_writes() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8))
+    with pytest.raises(NothingToSampleError, match="no episode"), buffer.episodes():
+        pass
+    lengths = {0: 5, 1: 3, 2: 4}
+    buffer.extend(frames_of([(name, step) for name in (0, 1) for step in range(lengths[name])], lengths))
+    buffer.extend(frames_of([(2, 0), (2, 1)], lengths))  # over the first frames of the first one
+    writer = threading.Thread(target=buffer.extend, args=(frames_of([(2, 2), (2, 3)], lengths),))
+    with buffer.episodes() as episodes:
+        writer.start()
+        writer.join(0.2)
+        assert writer.is_alive(), "it waits"
+        assert told(episodes) == [whole(1, lengths)]
+    writer.join(10)
+    with buffer.episodes() as episodes:
+        assert told(episodes) == [whole(1, lengths), whole(2, lengths)]
+    with buffer.episodes(keep_headless=True) as episodes:
+        assert told(episodes) == [(0, [4]), whole(1, lengths), whole(2, lengths)]
+    with pytest.raises(TypeError, match="LazyTensorStorage"), ReplayBuffer(storage=ListStorage(3)).episodes():
+        pass

@@ -24,7 +24,7 @@ from swath.data import (
     SliceSampler,
     TensorDictPrioritizedReplayBuffer,
 )
-from swath.data.episodes import episodes_in
+from swath.data.stored_episodes import episodes_in
 from swath.testing import CountingEnv
 
 
@@ -38,7 +38,7 @@ def slow_write(buffer: ReplayBuffer, start: int, stop: int, held: threading.Even
     storage: Any = buffer.storage
     write_entries = storage.write_entries
 
-    def slowly(entries: Any, rows: int, seams: Any = None, source: Any = None) -> Any:
+    def slowly(*args: Any) -> Any:
         commit = storage.ledger.commit
 
         def late(begin: int, count: int) -> None:
@@ -49,7 +49,7 @@ def slow_write(buffer: ReplayBuffer, start: int, stop: int, held: threading.Even
 
         storage.ledger.commit = late
         try:
-            return write_entries(entries, rows, seams, source)
+            return write_entries(*args)
         finally:
             del storage.ledger.commit
 
@@ -298,7 +298,8 @@ def test_a_copy_that_is_made_while_others_write(kind: Any) -> None:
             twin = copy.deepcopy(buffer) if kind is LazyTensorStorage else buffer
             if kind is LazyMemmapStorage:
                 buffer.storage.__getstate__()  # as when it is handed to a process
-            assert len(set(twin[:]["n"].tolist())) == len(twin[:])
+            there = twin[:]
+            assert len(set(there["n"].tolist())) == len(there)
             if kind is LazyTensorStorage:
                 twin.state_dict()
     finally:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from buffer_tools import WAIT_S, Feeder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swath.data import LazyTensorStorage, RateLimiter, RateLimitError, ReplayBuffer
 
 FORK = multiprocessing.get_context("fork")
-WAIT_S = 60.0
 
 
 def frames(count: int) -> torch.Tensor:
@@ -226,29 +226,11 @@ def test_batches_of_another_size_than_the_buffers_own_do_not_lock_both_sides_up(
                 job.result(WAIT_S)
 
 
-class Feeder:
-    def __init__(self) -> None:
-        self.feeding = True
-        self.failure: Exception | None = None
-        self.asked = threading.Event()
-
-    def is_feeding(self) -> bool:
-        self.asked.set()
-        return self.feeding
-
-    def raise_failure(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-
-
 def sampling_when(buffer: ReplayBuffer, feeder: Feeder, happens: Callable[[], None]) -> Any:
     """What a `sample()` gives that waits for the limiter when something happens."""
     with ThreadPoolExecutor(1) as pool:
         sampling = pool.submit(buffer.sample)
-        for _ in range(2):
-            feeder.asked.clear()
-            assert feeder.asked.wait(WAIT_S)
-        assert not sampling.done()
+        feeder.await_waiting(sampling)
         happens()
         return sampling.result(WAIT_S)
 

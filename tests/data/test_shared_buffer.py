@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from buffer_tools import BODY, WAIT_S, check, frames
 from tensordict import TensorDict
 
 import swath.data.ledger
@@ -30,36 +31,8 @@ from swath.data import (
 from swath.runtime import MemoryBlock
 
 FORK = multiprocessing.get_context("fork")
-WAIT_S = 60.0
 STRESS_S = 30.0 if os.environ.get("SWATH_LONG") else 5.0
-WIDTH = 480
-"""Numbers in the body of a frame, which is about 4 KB then: it takes a while to copy."""
-BODY = np.arange(WIDTH)
 KINDS = [LazyTensorStorage, LazyMemmapStorage]
-
-
-def frames(numbers: Any) -> TensorDict:
-    """Frames all of whose entries follow from one number."""
-    n = torch.as_tensor(np.asarray(numbers, np.int64))
-    return TensorDict(
-        {
-            "n": n,
-            "body": n[:, None] + torch.from_numpy(BODY),
-            "small": (n % 251).to(torch.uint8)[:, None],
-            "next": {"n": n + 1, "flag": (n % 2).bool()},
-        },
-        [len(n)],
-    )
-
-
-def check(batch: TensorDict) -> list[int]:
-    """The numbers of a batch of frames, each of which must be whole."""
-    n = batch["n"].numpy()
-    assert (batch["body"].numpy() == n[:, None] + BODY).all(), "a frame is torn"
-    assert (batch["small"].numpy()[:, 0] == n % 251).all(), "a frame is torn"
-    assert (batch["next", "n"].numpy() == n + 1).all(), "a frame is torn"
-    assert (batch["next", "flag"].numpy() == n % 2).all(), "a frame is torn"
-    return [int(number) for number in n]
 
 
 def shared(kind: type[TensorStorage], size: int, **options: Any) -> ReplayBuffer:
@@ -172,15 +145,15 @@ def put_half(buffer: ReplayBuffer, rows: int, then: Callable[[], None]) -> None:
     storage = buffer.storage
 
     def put(where: slice, which: slice) -> None:
-        storage.column("n")[where] = -1
-        storage.column("body")[where] = -7
+        storage.view(storage.max_size)["n"].numpy()[where] = -1
+        storage.view(storage.max_size)["body"].numpy()[where] = -7
         then()
         count = where.stop - where.start
-        storage.column("n")[where] = 5000
-        storage.column("body")[where] = 5000 + BODY
-        storage.column("small")[where] = 5000 % 251
-        storage.column(("next", "n"))[where] = 5001
-        storage.column(("next", "flag"))[where] = np.zeros(count, bool)
+        storage.view(storage.max_size)["n"].numpy()[where] = 5000
+        storage.view(storage.max_size)["body"].numpy()[where] = 5000 + BODY
+        storage.view(storage.max_size)["small"].numpy()[where] = 5000 % 251
+        storage.view(storage.max_size)[("next", "n")].numpy()[where] = 5001
+        storage.view(storage.max_size)[("next", "flag")].numpy()[where] = np.zeros(count, bool)
 
     storage.write(rows, put, None, None)
 
@@ -233,7 +206,7 @@ def die_while_reserving(pipe: Any, buffer: ReplayBuffer, after: int, rows: int) 
             Mortal.stores += 1
             super().__setitem__(at, value)
 
-    for name in ("_numbers", "_begins", "_ends", "_since", "stamps"):
+    for name in ("numbers", "_begins", "_ends", "_since", "stamps"):
         setattr(ledger, name, getattr(ledger, name).view(Mortal))
     ledger.reserve(rows)
     pipe.send("survived")
@@ -243,6 +216,7 @@ def die_while_reserving(pipe: Any, buffer: ReplayBuffer, after: int, rows: int) 
 def overwrite_half(pipe: Any, buffer: ReplayBuffer, rows: int) -> None:
     """Change frames in place, and be killed in the middle of it."""
     storage: Any = buffer.storage
+    assert len(buffer)  # the memory is mapped
 
     class Slow(dict):  # type: ignore[type-arg]
         def __getitem__(self, key: Any) -> Any:
@@ -251,7 +225,7 @@ def overwrite_half(pipe: Any, buffer: ReplayBuffer, rows: int) -> None:
                 pipe.recv()
             return super().__getitem__(key)
 
-    storage._tensors = Slow(storage._tensors)
+    storage._columns.tensors = Slow(storage._columns.tensors)
     buffer[:rows] = frames(range(900, 900 + rows))
 
 
@@ -375,7 +349,7 @@ def test_a_child_draws_ahead_for_itself() -> None:
 def test_forking_while_a_thread_is_in_the_buffer() -> None:
     buffer = shared(LazyTensorStorage, 16)
     buffer.extend(frames(range(4)))
-    with buffer.storage.ledger.writing, buffer._sampling, buffer.storage.ledger.lock:
+    with buffer.storage.ledger.writing, buffer._drawer.lock, buffer.storage.ledger.lock:
         process, pipe = start(answer, buffer)
     try:
         pipe.send(("extend", [4]))

@@ -21,7 +21,8 @@ import torch
 from tensordict import TensorDict
 
 from swath.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, Storage, TensorStorage
-from swath.data.layout import array_of, dtype_named, name_of, tensor_of
+from swath.data.storage_layout import dtype_named, name_of
+from swath.runtime.columns import array_of, tensor_of
 
 COLUMNS = [LazyTensorStorage, LazyMemmapStorage]
 
@@ -149,11 +150,11 @@ def test_nothing_is_laid_out_before_the_first_write(kind: type[TensorStorage]) -
     assert (len(buffer), buffer.write_count) == (0, 0)
     buffer.extend(frames(1))
     assert storage.is_ready
-    assert storage.column(("next", "flag")).shape[0] == 10
+    assert storage.entry(("next", "flag"), np.arange(10)).shape[0] == 10
     assert storage.shape == (10,)
-    assert storage.column("n").shape == (10,)
+    assert storage.entry("n", np.zeros((2, 3), np.int64)).shape == (2, 3)
     with pytest.raises(KeyError, match="flag"):
-        storage.column("flag")
+        storage.entry("flag", np.arange(1))
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
@@ -275,12 +276,12 @@ def test_a_storage_on_an_accelerator_cannot_be_shared() -> None:
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
-def test_columns_and_views_show_memory(kind: type[TensorStorage]) -> None:
+def test_entries_and_views_show_memory(kind: type[TensorStorage]) -> None:
     storage = kind(12, ndim=2)
     buffer = ReplayBuffer(storage=storage)
     buffer.extend(TensorDict({"x": torch.arange(6).view(3, 2)}, [3, 2]))
     assert storage.view()["x"].tolist() == [[0, 1], [2, 3], [4, 5]]
-    assert storage.column("x").tolist() == [0, 1, 0, 0, 2, 3, 0, 0, 4, 5, 0, 0]
+    assert storage.entry("x", np.arange(12)).tolist() == [0, 1, 0, 0, 2, 3, 0, 0, 4, 5, 0, 0]
     assert storage.view()["x"].data_ptr() == storage.view(4)["x"].data_ptr()
 
 
@@ -291,10 +292,10 @@ def test_a_list_moves_tensors_if_it_has_a_device() -> None:
     assert buffer[2] == "word"
 
 
-def test_a_list_shows_columns_of_its_items() -> None:
+def test_a_list_shows_entries_of_its_items() -> None:
     storage = ListStorage(4)
     ReplayBuffer(storage=storage).extend([{"x": 1.0}, {"x": 2.0}])
-    assert storage.column("x").tolist() == [1.0, 2.0, 0.0, 0.0]
+    assert storage.entry("x", np.array([[1, 0], [0, 3]])).tolist() == [[2.0, 1.0], [1.0, 1.0]]
 
 
 def test_first_frames_after_others_are_seams() -> None:

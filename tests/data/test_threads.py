@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from tensordict import TensorDict
+from buffer_tools import WAIT_S, Feeder, check, frames
 
 from swath.data import (
     LazyMemmapStorage,
@@ -24,24 +23,8 @@ from swath.data import (
     SamplerWithoutReplacement,
     Storage,
 )
-from swath.data.feeding import Feeders
+from swath.data.pacing import Feeders
 from swath.data.prioritized import PrioritizedSampler
-
-WAIT_S = 60.0
-WIDTH = 512
-BODY = torch.arange(WIDTH)
-
-
-def frames(start: int, count: int) -> TensorDict:
-    n = torch.arange(start, start + count)
-    return TensorDict({"n": n, "body": n[:, None] + BODY, "next": {"n": n + 1}}, [count])
-
-
-def check(batch: TensorDict) -> list[int]:
-    n = batch["n"]
-    assert torch.equal(batch["body"], n[:, None] + BODY), "a frame is torn"
-    assert torch.equal(batch["next", "n"], n + 1), "a frame is torn"
-    return list(n.tolist())
 
 
 def together(*jobs: Callable[[], Any]) -> list[Any]:
@@ -69,15 +52,15 @@ def test_frames_are_whole_and_none_is_lost(
         pytest.skip("a list cannot be shared")
     buffer = ReplayBuffer(storage=kind(128), sampler=sampler, shared=shared)
     rounds, over = 120, threading.Event()
-    buffer.extend(frames(0, 10))
+    buffer.extend(frames(range(10)))
 
     def write(place: int) -> list[tuple[int, int]]:
         """Where each of our frames went."""
         chance, number, told = random.Random(place), 1_000_000 * (place + 1), []
         for _ in range(rounds):
-            count = chance.randint(1, 20)
-            told += list(zip(buffer.extend(frames(number, count)).tolist(), range(number, number + count), strict=True))
-            number += count
+            numbers = range(number, number + chance.randint(1, 20))
+            told += list(zip(buffer.extend(frames(numbers)).tolist(), numbers, strict=True))
+            number = numbers.stop
         return told
 
     def sample(place: int) -> int:
@@ -116,7 +99,7 @@ def test_threads_may_race_to_be_the_first() -> None:
 
         def write(place: int, buffer: ReplayBuffer = buffer, barrier: threading.Barrier = barrier) -> list[int]:
             barrier.wait(WAIT_S)
-            return list(buffer.extend(frames(100 * place, 2)).tolist())
+            return list(buffer.extend(frames(range(100 * place, 100 * place + 2))).tolist())
 
         where = together(*(lambda place=place: write(place) for place in range(4)))
         assert sorted(at for pair in where for at in pair) == list(range(8))
@@ -125,7 +108,7 @@ def test_threads_may_race_to_be_the_first() -> None:
 
 def test_threads_may_take_what_is_drawn_ahead() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(64), prefetch=1, batch_size=8)
-    buffer.extend(frames(0, 64))
+    buffer.extend(frames(range(64)))
 
     def sample() -> int:
         return sum(len(check(buffer.sample())) for _ in range(100))
@@ -138,13 +121,14 @@ def test_threads_may_take_what_is_drawn_ahead() -> None:
 
 def test_emptying_and_saving_between_writes_of_others() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(64))
-    buffer.extend(frames(0, 64))
+    buffer.extend(frames(range(64)))
     over = threading.Event()
 
     def write(place: int) -> None:
         number = 0
         while not over.is_set():
-            buffer.extend(frames(10_000 * place + number % 5000, 7))
+            first = 10_000 * place + number % 5000
+            buffer.extend(frames(range(first, first + 7)))
             number += 7
 
     with ThreadPoolExecutor(2) as pool:
@@ -166,11 +150,11 @@ def test_emptying_and_saving_between_writes_of_others() -> None:
 def test_two_buffers_over_one_storage_may_be_used_by_two_threads() -> None:
     storage = LazyTensorStorage(64)
     buffers = [ReplayBuffer(storage=storage) for _ in range(2)]
-    buffers[0].extend(frames(0, 64))
+    buffers[0].extend(frames(range(64)))
 
     def write(place: int) -> None:
-        for number in range(0, 3000, 10):
-            buffers[place].extend(frames(10_000 * (place + 1) + number, 10))
+        for number in range(10_000 * (place + 1), 10_000 * (place + 1) + 3000, 10):
+            buffers[place].extend(frames(range(number, number + 10)))
             check(buffers[place].sample(10))
 
     together(lambda: write(0), lambda: write(1))
@@ -182,23 +166,6 @@ def test_two_buffers_over_one_storage_may_be_used_by_two_threads() -> None:
 # -- feeders ---------------------------------------------------------------------------------------------------------
 
 
-class Feeder:
-    """Somebody who fills a buffer, as far as the buffer knows."""
-
-    def __init__(self) -> None:
-        self.feeding = True
-        self.failure: Exception | None = None
-        self.asked = threading.Event()
-
-    def is_feeding(self) -> bool:
-        self.asked.set()
-        return self.feeding
-
-    def raise_failure(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-
-
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(2) as made:
@@ -208,10 +175,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def waiting(pool: ThreadPoolExecutor, buffer: ReplayBuffer, feeder: Feeder) -> Future[Any]:
     """A `sample()` in another thread that has found nothing, and waits."""
     sampling = pool.submit(buffer.sample, 4)
-    for _ in range(2):  # it has looked again: so it does wait
-        feeder.asked.clear()
-        assert feeder.asked.wait(WAIT_S)
-    assert not sampling.done()
+    feeder.await_waiting(sampling)
     return sampling
 
 
@@ -221,7 +185,7 @@ def test_sampling_waits_for_the_first_frames(pool: ThreadPoolExecutor, shared: b
     buffer, feeder = ReplayBuffer(storage=LazyTensorStorage(16), shared=shared, **options), Feeder()
     buffer.attach(feeder)
     sampling = waiting(pool, buffer, feeder)
-    buffer.extend(frames(0, 3))
+    buffer.extend(frames(range(3)))
     assert set(check(sampling.result(WAIT_S))) <= {0, 1, 2}
     buffer.shutdown()
 
@@ -230,9 +194,9 @@ def test_sampling_waits_for_enough(pool: ThreadPoolExecutor) -> None:
     sampler = SamplerWithoutReplacement(drop_last=True)
     buffer, feeder = ReplayBuffer(storage=LazyTensorStorage(16), sampler=sampler), Feeder()
     buffer.attach(feeder)
-    buffer.extend(frames(0, 3))
+    buffer.extend(frames(range(3)))
     sampling = waiting(pool, buffer, feeder)
-    buffer.extend(frames(3, 1))
+    buffer.extend(frames([3]))
     assert sorted(check(sampling.result(WAIT_S))) == [0, 1, 2, 3]
 
 
@@ -248,7 +212,7 @@ def test_a_failure_ends_the_wait(pool: ThreadPoolExecutor, shared: bool) -> None
 
 def test_a_failure_is_raised_though_there_are_frames() -> None:
     buffer, feeder = ReplayBuffer(storage=LazyTensorStorage(16)), Feeder()
-    buffer.extend(frames(0, 4))
+    buffer.extend(frames(range(4)))
     buffer.attach(feeder)
     check(buffer.sample(4))
     feeder.failure = ZeroDivisionError("in the env")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces as gs
+from gymnasium.vector import SyncVectorEnv
+
+from swath.envs import EnvBase, GymEnv
 
 BOX_TYPES = [
     "float16",
@@ -115,3 +119,29 @@ class PlaybackEnv(gym.Env[Any, Any]):
         self.acts.append(action)
         self._count += 1
         return self._tell(), float(self._count), self._count == self.length, False, {}
+
+
+LANES = 3
+
+
+def one(*spaces: Any, **options: Any) -> tuple[EnvBase, list[PlaybackEnv]]:
+    """One env with those observation and action spaces, and what it plays back from."""
+    playback = PlaybackEnv(*spaces)
+    return GymEnv(playback, **options), [playback]
+
+
+def several(*spaces: Any, **options: Any) -> tuple[EnvBase, list[PlaybackEnv]]:
+    """Some of them, in one GymEnv."""
+    playbacks = [PlaybackEnv(*spaces, number=lane) for lane in range(LANES)]
+    return GymEnv(iter(playbacks).__next__, num_envs=LANES, **options), playbacks
+
+
+def vector(*spaces: Any, **options: Any) -> tuple[EnvBase, list[PlaybackEnv]]:
+    """Some of them, in a vector env."""
+    makers = [partial(PlaybackEnv, *spaces, number=lane) for lane in range(LANES)]
+    inner = SyncVectorEnv(makers, autoreset_mode="Disabled")
+    return GymEnv(inner, **options), list(inner.envs)  # type: ignore[arg-type]
+
+
+class UnmergedGymEnv(GymEnv):
+    """The same env, but for all that SerialEnv knows, one that it must not look into."""

@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces as gs
-from gymnasium.vector import SyncVectorEnv
-from space_zoo import SPACES, PlaybackEnv, leaves, slowly_encoded
+from space_zoo import SPACES, leaves, one, several, slowly_encoded, vector
 from tensordict import TensorDict
 
-from swath.envs import EnvBase, GymEnv
+from swath.envs import EnvBase
 from swath.errors import ShapeError
 
-LANES = 3
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*Casting input x:UserWarning")
-
-
-def one(space: gs.Space[Any], **options: Any) -> tuple[EnvBase, list[PlaybackEnv]]:
-    playback = PlaybackEnv(action_space=space)
-    return GymEnv(playback, **options), [playback]
-
-
-def several(space: gs.Space[Any], **options: Any) -> tuple[EnvBase, list[PlaybackEnv]]:
-    env = GymEnv(partial(PlaybackEnv, action_space=space), num_envs=LANES, **options)
-    return env, env.gym_envs  # type: ignore[return-value]
-
-
-def vector(space: gs.Space[Any], **options: Any) -> tuple[EnvBase, list[PlaybackEnv]]:
-    inner = SyncVectorEnv([partial(PlaybackEnv, action_space=space)] * LANES)
-    return GymEnv(inner, **options), list(inner.envs)  # type: ignore[arg-type]
 
 
 def write(td: TensorDict, env: EnvBase, values: dict[Any, list[Any]], dtypes: dict[Any, torch.dtype]) -> None:
@@ -47,7 +28,7 @@ def write(td: TensorDict, env: EnvBase, values: dict[Any, list[Any]], dtypes: di
 @pytest.mark.parametrize("name", SPACES)
 def test_what_the_policy_wrote_is_what_the_env_gets(name: str, categorical: bool, make: Any) -> None:
     space = SPACES[name]
-    env, playbacks = make(space, categorical_action_encoding=categorical)
+    env, playbacks = make(None, space, categorical_action_encoding=categorical)
     dtypes = {key: leaf.dtype for key, leaf in env.actions.leaves.items()}
     td = env.reset()
     space.seed(5)
@@ -70,7 +51,7 @@ def test_what_the_policy_wrote_is_what_the_env_gets(name: str, categorical: bool
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32])
 @pytest.mark.parametrize("start", [0, 4])
 def test_scores_are_taken_by_the_largest(make: Any, dtype: torch.dtype, start: int) -> None:
-    env, playbacks = make(gs.Discrete(5, start=start))
+    env, playbacks = make(None, gs.Discrete(5, start=start))
     scores = (100 * torch.randn(len(playbacks), 5, generator=torch.Generator().manual_seed(1))).to(dtype)
     td = env.reset().set("action", scores if env.batch_size else scores[0])
     env.step(td)
@@ -81,7 +62,7 @@ def test_scores_are_taken_by_the_largest(make: Any, dtype: torch.dtype, start: i
 @pytest.mark.parametrize("make", [one, several, vector])
 def test_scores_of_several_discrete_values(make: Any) -> None:
     space = gs.MultiDiscrete([[2, 3], [1, 4]], start=[[5, 0], [1, -1]])
-    env, playbacks = make(space)
+    env, playbacks = make(None, space)
     scores = torch.randn(len(playbacks), 10, generator=torch.Generator().manual_seed(2))
     env.step(env.reset().set("action", scores if env.batch_size else scores[0]))
     for row, playback in zip(scores.tolist(), playbacks, strict=True):
@@ -95,7 +76,7 @@ def test_scores_of_several_discrete_values(make: Any) -> None:
 @pytest.mark.parametrize("trailing", [(), (1,)])
 @pytest.mark.parametrize("start", [0, -3])
 def test_integers_are_indices(make: Any, dtype: torch.dtype, trailing: tuple[int, ...], start: int) -> None:
-    env, playbacks = make(gs.Discrete(4, start=start))
+    env, playbacks = make(None, gs.Discrete(4, start=start))
     indices = torch.tensor([1, 0, 1][: len(playbacks)]).to(dtype)
     env.step(env.reset().set("action", indices.view((*env.batch_size, *trailing))))
     assert [playback.acts[0] for playback in playbacks] == [start + int(i) for i in indices]
@@ -103,7 +84,7 @@ def test_integers_are_indices(make: Any, dtype: torch.dtype, trailing: tuple[int
 
 @pytest.mark.parametrize("encoded", [[0], [1]])
 def test_the_only_action_is_always_meant(encoded: list[int]) -> None:
-    env, [playback] = one(gs.Discrete(1, start=7))
+    env, [playback] = one(None, gs.Discrete(1, start=7))
     env.step(env.reset().set("action", torch.tensor(encoded)))
     assert playback.acts == [7]
 
@@ -123,7 +104,7 @@ def test_the_only_action_is_always_meant(encoded: list[int]) -> None:
 )
 @pytest.mark.parametrize("make", [one, several, vector])
 def test_a_wrong_shape_names_key_expected_and_given(make: Any, space: Any, expected: Any, given: Any) -> None:
-    env, _ = make(space)
+    env, _ = make(None, space)
     td = env.reset().set("action", torch.zeros((*env.batch_size, *given)))
     with pytest.raises(ShapeError) as caught:
         env.step(td)
@@ -133,13 +114,13 @@ def test_a_wrong_shape_names_key_expected_and_given(make: Any, space: Any, expec
 
 @pytest.mark.parametrize(("categorical", "expected"), [(False, r"\(4,\)"), (True, r"\(\)")])
 def test_floats_are_no_indices(categorical: bool, expected: str) -> None:
-    env, _ = one(gs.Discrete(4), categorical_action_encoding=categorical)
+    env, _ = one(None, gs.Discrete(4), categorical_action_encoding=categorical)
     with pytest.raises(ShapeError, match=f"{expected} was expected"):
         env.step(env.reset().set("action", torch.tensor([2.0])))
 
 
 def test_the_encoding_may_change_between_steps() -> None:
-    env, [playback] = one(gs.Discrete(3))
+    env, [playback] = one(None, gs.Discrete(3))
     td = env.reset()
     for action in (torch.tensor([0, 0, 1]), torch.tensor(1), torch.tensor([9.0, 0.0, 3.0]), torch.tensor([2])):
         env.step(td.set("action", action))
@@ -148,8 +129,8 @@ def test_the_encoding_may_change_between_steps() -> None:
 
 def test_discrete_actions_are_one_hot_unless_asked_otherwise() -> None:
     space = gs.Dict({"go": gs.Discrete(3), "how": gs.MultiDiscrete([2, 2])})
-    plain, _ = one(space)
-    categorical, _ = one(space, categorical_action_encoding=True)
+    plain, _ = one(None, space)
+    categorical, _ = one(None, space, categorical_action_encoding=True)
     assert {key: leaf.shape for key, leaf in plain.actions.leaves.items()} == {"go": (3,), "how": (4,)}
     assert {key: leaf.shape for key, leaf in categorical.actions.leaves.items()} == {"go": (), "how": (2,)}
     assert {leaf.dtype for leaf in plain.actions.leaves.values()} == {torch.int64}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from custom_envs import Walk, changed
 from gymnasium import spaces as gs
 from tensordict import TensorDict, TensorDictBase
 
@@ -15,44 +15,8 @@ from swath.errors import ShapeError
 from swath.keys import NEXT, RESET
 
 
-class Custom(EnvBase):
-    """Counts; `answer` and `beginning` may change what it returns."""
-
-    def __init__(self, batch_size: tuple[int, ...] = (), **changes: Any) -> None:
-        super().__init__(gs.Box(-100, 100, (2,), np.float32), gs.Discrete(2), batch_size=batch_size)
-        self.changes = changes
-        self.count = torch.zeros(batch_size)
-
-    def entries(self, what: str, entries: dict[str, Any]) -> TensorDict:
-        entries = {**entries, **self.changes.get(what, {})}
-        return TensorDict(
-            {key: value for key, value in entries.items() if value is not None},
-            batch_size=self.batch_size,
-        )
-
-    def seen(self) -> torch.Tensor:
-        return torch.stack([self.count, self.count], -1)
-
-    def _reset(self, tensordict: TensorDictBase) -> TensorDictBase:
-        self.count = torch.zeros(self.batch_size)
-        return self.entries("reset", {"observation": self.seen()})
-
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        self.count = self.count + 1
-        over = (self.count >= 3).unsqueeze(-1)
-        return self.entries(
-            "step",
-            {
-                "observation": self.seen(),
-                "reward": self.count.unsqueeze(-1),
-                "terminated": over,
-                "truncated": ~over & over,
-            },
-        )
-
-
 def ended(names: dict[str, Any], batch_size: tuple[int, ...] = (2,)) -> tuple[list[Any], list[Any], list[Any]]:
-    env = Custom(batch_size, step={"terminated": None, "truncated": None, **names})
+    env = changed("step", batch_size, **{"terminated": None, **names})
     td = env.rand_step(env.reset())
     return tuple(td[NEXT, name].flatten().tolist() for name in ("terminated", "truncated", "done"))  # type: ignore
 
@@ -80,14 +44,14 @@ def test_any_of_the_flags_will_do(given: Any, terminated: list[bool], truncated:
 
 
 def test_no_flag_at_all_is_refused() -> None:
-    with pytest.raises(KeyError, match=r"Custom\._step returned none of .*terminated.*only \['observation', 'rew"):
+    with pytest.raises(KeyError, match=r"Changed\._step returned none of .*terminated.*only \['observation', 'rew"):
         ended({})
 
 
 @pytest.mark.parametrize("batch_size", [(), (2,), (2, 3)])
 def test_rewards_and_flags_may_lack_their_last_dimension(batch_size: tuple[int, ...]) -> None:
     flag, reward = torch.zeros(batch_size, dtype=torch.bool), torch.full(batch_size, 2.0)
-    env = Custom(batch_size, step={"terminated": flag, "truncated": flag, "reward": reward})
+    env = changed("step", batch_size, terminated=flag, truncated=flag, reward=reward)
     td = env.rand_step(env.reset())
     assert td[NEXT, "reward"].shape == td[NEXT, "done"].shape == (*batch_size, 1)
     assert (td[NEXT, "reward"] == 2).all()
@@ -96,19 +60,19 @@ def test_rewards_and_flags_may_lack_their_last_dimension(batch_size: tuple[int, 
 @pytest.mark.parametrize(
     ("where", "key", "told"),
     [
-        ("reset", "observation", r"Custom\._reset returned no 'observation', only \[\]"),
-        ("step", "observation", r"Custom\._step returned no 'observation', only \['reward'"),
-        ("step", "reward", r"Custom\._step returned no 'reward'"),
+        ("reset", "observation", r"Changed\._reset returned no 'observation', only \[\]"),
+        ("step", "observation", r"Changed\._step returned no 'observation', only \['reward'"),
+        ("step", "reward", r"Changed\._step returned no 'reward'"),
     ],
 )
 def test_what_is_missing_is_named(where: str, key: str, told: str) -> None:
-    env = Custom((2,), **{where: {key: None}})
+    env = changed(where, **{key: None})
     with pytest.raises(KeyError, match=told):
         env.rand_step(env.reset())
 
 
 def test_the_nearest_name_is_suggested() -> None:
-    env = Custom((2,), step={"observation": None, "observations": torch.zeros(2, 2)})
+    env = changed("step", observation=None, observations=torch.zeros(2, 1))
     with pytest.raises(KeyError, match="Did you mean 'observations'"):
         env.rand_step(env.reset())
 
@@ -116,24 +80,24 @@ def test_the_nearest_name_is_suggested() -> None:
 @pytest.mark.parametrize(
     ("where", "key", "expected", "given"),
     [
-        ("reset", "observation", (2, 2), (2, 3)),
-        ("step", "observation", (2, 2), (2, 2, 1)),
-        ("step", "observation", (2, 2), (2, 1)),
+        ("reset", "observation", (2, 1), (2, 3)),
+        ("step", "observation", (2, 1), (2, 1, 1)),
+        ("step", "observation", (2, 1), (2, 2)),
         ("step", "reward", (2, 1), (2, 2)),
         ("step", "terminated", (2, 1), (2, 3)),
     ],
 )
 def test_a_wrong_shape_names_key_expected_and_given(where: str, key: str, expected: Any, given: Any) -> None:
-    env = Custom((2,), **{where: {key: torch.zeros(given)}})
+    env = changed(where, **{key: torch.zeros(given)})
     with pytest.raises(ShapeError) as caught:
         env.rand_step(env.reset())
-    for part in (f"Custom._{where}", repr(key), str(expected), str(given)):
+    for part in (f"Changed._{where}", repr(key), str(expected), str(given)):
         assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("where", ["reset", "step"])
 def test_another_dtype_is_converted(where: str) -> None:
-    env = Custom((2,), **{where: {"observation": torch.ones(2, 2, dtype=torch.float64)}})
+    env = changed(where, observation=torch.ones(2, 1, dtype=torch.float64))
     td = env.rand_step(env.reset())
     td = td if where == "reset" else td.get(NEXT)
     assert td["observation"].dtype == torch.float32
@@ -149,7 +113,7 @@ def test_an_env_without_methods_says_what_it_lacks() -> None:
 
 
 def test_one_seed_reaches_set_seed() -> None:
-    class Seeded(Custom):
+    class Seeded(Walk):
         def _set_seed(self, seed: int) -> None:
             self.seeded = seed
 
@@ -161,15 +125,15 @@ def test_one_seed_reaches_set_seed() -> None:
 def test_a_partial_reset_shows_the_mask_and_the_present() -> None:
     requests = []
 
-    class Asked(Custom):
+    class Asked(Walk):
         def _reset(self, tensordict: TensorDictBase) -> TensorDictBase:
             requests.append(tensordict)
-            return super()._reset(tensordict)
+            return TensorDict({"observation": torch.zeros(2, 1)}, batch_size=(2,))
 
     env = Asked((2,))
     td = env.rand_step(env.reset()).get(NEXT)
     td = env.reset(td.set(RESET, torch.tensor([[False], [True]])))
     assert requests[0].is_empty()
     assert requests[1][RESET].tolist() == [[False], [True]]
-    assert requests[1]["observation"].tolist() == [[1, 1], [1, 1]]
-    assert td["observation"].tolist() == [[1, 1], [0, 0]]  # it began all lanes, but only one was asked for
+    assert requests[1]["observation"].tolist() == [[0.5], [0.5]]
+    assert td["observation"].tolist() == [[0.5], [0]]  # it began all lanes, but only one was asked for

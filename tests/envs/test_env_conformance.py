@@ -2,114 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import gymnasium as gym
-import numpy as np
+import pytest
+import torch
 from forked_envs import ForkedVectorEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from space_zoo import UnmergedGymEnv
 
 from swath.envs import EnvBase, GymEnv, SerialEnv
 from swath.testing import CountingEnv, CountingGymEnv, EnvConformance, counting_envs
 
+short = partial(gym.make, "CartPole-v1", max_episode_steps=6)
 
-class TestOneGymEnv(EnvConformance):
-    def make_env(self) -> EnvBase:
-        return GymEnv("CartPole-v1")
-
-
-class TestCategoricalActions(EnvConformance):
-    def make_env(self) -> EnvBase:
-        return GymEnv("CartPole-v1", categorical_action_encoding=True)
-
-
-class TestContinuousActions(EnvConformance):
-    def make_env(self) -> EnvBase:
-        return GymEnv("Pendulum-v1", max_episode_steps=8)
-
-
-class TestSeveralLanes(EnvConformance):
-    def make_env(self) -> EnvBase:
-        return GymEnv("CartPole-v1", num_envs=3)
-
-
-class TestDiscreteObservations(EnvConformance):
-    def make_env(self) -> EnvBase:
-        return GymEnv("Taxi-v4", num_envs=2, max_episode_steps=7)
-
-
-class TestSerialEnv(EnvConformance):
-    def make_env(self) -> EnvBase:
-        return SerialEnv(3, lambda: GymEnv("Pendulum-v1", max_episode_steps=7))
+ENVS: dict[str, Callable[[], EnvBase]] = {
+    "one gymnasium env": lambda: GymEnv("CartPole-v1"),
+    "categorical actions": lambda: GymEnv("CartPole-v1", categorical_action_encoding=True),
+    "continuous actions": lambda: GymEnv("Pendulum-v1", max_episode_steps=8),
+    "several lanes": lambda: GymEnv("CartPole-v1", num_envs=3),
+    "discrete observations": lambda: GymEnv("Taxi-v4", num_envs=2, max_episode_steps=7),
+    "SerialEnv": lambda: SerialEnv(3, lambda: GymEnv("Pendulum-v1", max_episode_steps=7)),
+    "SerialEnv of other envs": lambda: SerialEnv(2, lambda: UnmergedGymEnv("CartPole-v1", num_envs=2)),
+    "vector env, next step": lambda: GymEnv(SyncVectorEnv([short] * 3, autoreset_mode=AutoresetMode.NEXT_STEP)),
+    "vector env, same step": lambda: GymEnv(SyncVectorEnv([short] * 3, autoreset_mode=AutoresetMode.SAME_STEP)),
+    "vector env, disabled": lambda: GymEnv(SyncVectorEnv([short] * 3, autoreset_mode=AutoresetMode.DISABLED)),
+    "async vector env": lambda: GymEnv(ForkedVectorEnv([short] * 2)),
+}
+COUNTING: dict[str, Callable[[], EnvBase]] = {
+    "counting env": CountingEnv,
+    "counting batch": lambda: CountingEnv((3,)),
+    "counting grid": lambda: CountingEnv((2, 3), kind="dict"),
+    "dict observations": lambda: SerialEnv(2, counting_envs(2, kind="dict")),
+    "pixels": lambda: GymEnv(partial(CountingGymEnv, kind="pixels", truncate=True), num_envs=2),
+    "SerialEnv of custom envs": lambda: SerialEnv(3, lambda: CountingEnv(lengths=[3, 1, 4])),
+}
 
 
-class OtherGymEnv(GymEnv):
-    """One that SerialEnv does not look into."""
-
-
-class TestSerialEnvOfOtherEnvs(EnvConformance):
-    def make_env(self) -> EnvBase:
-        return SerialEnv(2, lambda: OtherGymEnv("CartPole-v1", num_envs=2))
-
-
-def short() -> gym.Env[Any, Any]:
-    return gym.make("CartPole-v1", max_episode_steps=6)
-
-
-class TestVectorEnvNextStep(EnvConformance):
-    def make_env(self) -> EnvBase:
-        return GymEnv(SyncVectorEnv([short] * 3, autoreset_mode=AutoresetMode.NEXT_STEP))
-
-
-class TestVectorEnvSameStep(EnvConformance):
-    def make_env(self) -> EnvBase:
-        return GymEnv(SyncVectorEnv([short] * 3, autoreset_mode=AutoresetMode.SAME_STEP))
-
-
-class TestVectorEnvDisabled(EnvConformance):
-    def make_env(self) -> EnvBase:
-        return GymEnv(SyncVectorEnv([short] * 3, autoreset_mode=AutoresetMode.DISABLED))
-
-
-class TestAsyncVectorEnv(EnvConformance):
-    def make_env(self) -> EnvBase:
-        return GymEnv(ForkedVectorEnv([short] * 2))
-
-
-class TestCountingEnv(EnvConformance):
-    counts_episodes = True
+@pytest.mark.parametrize("name", [*ENVS, *COUNTING])
+class TestEveryEnv(EnvConformance):
+    @pytest.fixture(autouse=True)
+    def choose(self, name: str) -> None:
+        self.name, self.counts_episodes = name, name in COUNTING
 
     def make_env(self) -> EnvBase:
-        return CountingEnv()
+        return {**ENVS, **COUNTING}[self.name]()
 
 
-class TestCountingBatch(EnvConformance):
-    counts_episodes = True
-
-    def make_env(self) -> EnvBase:
-        return CountingEnv((3,))
-
-
-class TestCountingGrid(EnvConformance):
-    counts_episodes = True
-
-    def make_env(self) -> EnvBase:
-        return CountingEnv((2, 3), kind="dict")
-
-
-class TestDictObservations(EnvConformance):
-    counts_episodes = True
-
-    def make_env(self) -> EnvBase:
-        return SerialEnv(2, counting_envs(2, kind="dict"))
-
-
-class TestPixels(EnvConformance):
-    counts_episodes = True
-
-    def make_env(self) -> EnvBase:
-        return GymEnv(partial(CountingGymEnv, kind="pixels", truncate=True), num_envs=2)
-
-    def test_pixels_stay_bytes(self, env: EnvBase) -> None:
-        assert env.reset()["observation"].numpy().dtype == np.uint8
+def test_pixels_stay_bytes() -> None:
+    assert COUNTING["pixels"]().reset()["observation"].dtype == torch.uint8

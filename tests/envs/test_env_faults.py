@@ -7,16 +7,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+from space_zoo import UnmergedGymEnv
 
 from swath.envs import EnvBase, GymEnv, SerialEnv, as_env
 from swath.errors import UnsupportedEnvError
 from swath.testing import CountingEnv, CountingGymEnv, FaultyError, FaultyGymEnv
 
 needs_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes before Python 3.11")
-
-
-class OtherGymEnv(GymEnv):
-    """One that SerialEnv does not look into."""
 
 
 def factories(inner: Any, **faults: Any) -> list[Any]:
@@ -47,7 +44,7 @@ def test_the_action_is_named() -> None:
 @needs_notes
 @pytest.mark.parametrize("where", ["step", "reset"])
 def test_the_env_of_a_serial_env_is_named(where: str) -> None:
-    told = notes(SerialEnv(2, factories(OtherGymEnv, at=2, where=where, lengths=3)))
+    told = notes(SerialEnv(2, factories(UnmergedGymEnv, at=2, where=where, lengths=3)))
     assert f"Raised in {where}(" in told
     assert "env 1 of SerialEnv(2" in told
 

@@ -8,12 +8,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces as gs
 from gymnasium.vector import SyncVectorEnv
-from space_zoo import PlaybackEnv
 
 from swath.envs import GymEnv
-from swath.errors import UnsupportedEnvError
+from swath.errors import ShapeError, UnsupportedEnvError
 from swath.keys import NEXT
 from swath.seeding import lane_seeds
 from swath.testing import CountingGymEnv, counting_envs
@@ -184,13 +182,30 @@ def test_closing_closes_every_env() -> None:
     assert all(inner.is_closed for inner in env.gym_envs)  # type: ignore[attr-defined]
 
 
-def test_a_reward_of_any_kind_of_number_arrives() -> None:
-    class Paying(PlaybackEnv):
-        def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-            observation, _, terminated, truncated, info = super().step(action)
-            return observation, rewards[len(self.acts) - 1], np.bool_(terminated), truncated, info
+class Paying(CountingGymEnv):
+    """Gives a certain reward, and flags of numpy's kind."""
 
-    rewards = [1, 2.5, np.float32(3.5), np.array(4.5)]
-    td = GymEnv(Paying(gs.Discrete(2))).rollout(4)
-    assert td[NEXT, "reward"][:, 0].tolist() == [1.0, 2.5, 3.5, 4.5]
-    assert td[NEXT, "terminated"][:, 0].tolist() == [False, False, False, True]
+    def __init__(self, reward: Any) -> None:
+        super().__init__(lengths=3)
+        self.reward = reward
+
+    def step(self, action: Any) -> Any:
+        observation, _, terminated, truncated, info = super().step(action)
+        return observation, self.reward, np.bool_(terminated), truncated, info
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [2, 2.0, np.float32(2), np.float64(2), np.array(2.0), np.array([2.0]), [2.0], np.array([[2]])],
+)
+def test_a_reward_is_one_number_however_it_is_given(reward: Any) -> None:
+    td = GymEnv(Paying(reward)).rollout(3)
+    assert td[NEXT, "reward"].flatten().tolist() == [2.0] * 3
+    assert td[NEXT, "terminated"][:, 0].tolist() == [False, False, True]
+
+
+def test_a_reward_of_several_numbers_or_of_none_is_refused() -> None:
+    with pytest.raises(ShapeError, match=r"lane 0 gave 'reward' of shape \(2,\)"):
+        GymEnv(Paying(np.ones(2))).rollout(1)
+    with pytest.raises(TypeError, match="'much', which is no number"):
+        GymEnv(Paying("much")).rollout(1)

@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces as gs
-from gymnasium.vector import SyncVectorEnv
-from space_zoo import BOX_TYPES, SPACES, PlaybackEnv, leaves, slowly_encoded
+from space_zoo import BOX_TYPES, SPACES, PlaybackEnv, leaves, one, several, slowly_encoded, vector
 
-from swath.envs import EnvBase, GymEnv, SerialEnv
+from swath.envs import GymEnv, SerialEnv
 from swath.errors import ShapeError, UnsupportedSpaceError
 from swath.keys import NEXT
-
-LANES = 3
-
-
-def one(space: gs.Space[Any], **options: Any) -> tuple[EnvBase, list[PlaybackEnv]]:
-    playback = PlaybackEnv(space)
-    return GymEnv(playback, **options), [playback]
-
-
-def several(space: gs.Space[Any], **options: Any) -> tuple[EnvBase, list[PlaybackEnv]]:
-    env = GymEnv(partial(PlaybackEnv, space), num_envs=LANES, **options)
-    assert env.gym_envs is not None
-    return env, number(env.gym_envs)
-
-
-def vector(space: gs.Space[Any], **options: Any) -> tuple[EnvBase, list[PlaybackEnv]]:
-    inner = SyncVectorEnv(
-        [partial(PlaybackEnv, space, number=lane) for lane in range(LANES)], autoreset_mode="Disabled"
-    )
-    return GymEnv(inner, **options), list(inner.envs)  # type: ignore[arg-type]
-
-
-def number(envs: list[Any]) -> list[PlaybackEnv]:
-    for lane, env in enumerate(envs):
-        env.number = lane
-    return envs
 
 
 @pytest.mark.parametrize("make", [one, several, vector])

@@ -470,9 +470,9 @@ def test_wrong_arguments_are_refused_before_anything_starts() -> None:
     with pytest.raises(ValueError, match="start method must be one of"):
         ParallelEnv(2, CountingGymEnv, mp_start_method="thread")
     for name in ("pin_memory", "allow_step_when_done"):
-        with pytest.raises(ValueError, match=f"takes no {name}"):
+        with pytest.raises(ValueError, match=f"does not support `{name}"):
             ParallelEnv(2, CountingGymEnv, **{name: True})
-    with pytest.raises(TypeError, match=r"no argument 'env_per_worker'\. Did you mean 'envs_per_worker'"):
+    with pytest.raises(TypeError, match=r"unknown argument: env_per_worker=2\. Did you mean 'envs_per_worker'"):
         ParallelEnv(2, CountingGymEnv, env_per_worker=2)
     assert set(os.listdir("/proc/self/fd")) == before
 
@@ -521,7 +521,7 @@ def test_closing_closes_the_envs_and_leaves_nothing(tmp_path: Any) -> None:
     ParallelEnv(1, CountingGymEnv).close()  # starts the server, which stays
     before = set(os.listdir("/proc/self/fd"))
     env = ParallelEnv(3, partial(Telling, str(tmp_path / "told")), envs_per_worker=2)
-    pids = [process.pid for process in env._crew._crew.processes.values()]
+    pids = env.worker_pids
     td = env.rand_action(env.reset())
     rows, action = env.new_out_rows(), Rows(env.actions.leaves, env.batch_size)
     env.close()
@@ -541,7 +541,7 @@ def test_closing_closes_the_envs_and_leaves_nothing(tmp_path: Any) -> None:
 
 def test_one_that_is_forgotten_is_closed() -> None:
     env = ParallelEnv(2, CountingGymEnv)
-    pids = [process.pid for process in env._crew._crew.processes.values()]
+    pids = env.worker_pids
     env.rollout(2)
     del env
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)

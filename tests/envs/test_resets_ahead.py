@@ -61,7 +61,7 @@ class ByRows:
 
     @property
     def rounds(self) -> int:
-        number: int = self.env._crew._rounds.number
+        number: int = self.env._workers.rounds.number
         return number
 
     def seen(self) -> list[list[float]]:
@@ -181,14 +181,14 @@ def test_what_went_wrong_in_one_lane_is_not_told_of_another() -> None:
 def test_the_surface_begins_ahead_too(made: list[ParallelEnv]) -> None:
     for env in made:
         root = env.reset()
-        before = env._crew._rounds.number
+        before = env._workers.rounds.number
         for _ in range(20):
             stepped, root = env.step_and_maybe_reset(env.rand_action(root))
             ended = stepped["next", "done"].squeeze(-1)
             assert (stepped["next", "observation"][ended][:, 2] == torch.tensor(LENGTHS)[ended]).all()
             assert (root["observation"][ended][:, 2] == 0).all()
             assert (root["observation"][~ended] == stepped["next", "observation"][~ended]).all()
-        assert env._crew._rounds.number == before + 20
+        assert env._workers.rounds.number == before + 20
 
 
 class Drawing(EnvBase):

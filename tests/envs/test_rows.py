@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from swath.envs import Leaf, Rows
+from swath.runtime.columns import Columns
 
 LEAVES = {"vector": Leaf((4,), torch.float32), "number": Leaf((), torch.int64)}
 
@@ -24,3 +25,13 @@ def test_flat_and_array_share_the_memory() -> None:
     rows.arrays["vector"][4] = 7
     assert rows.flat("vector")[4].tolist() == [7] * 4
     assert rows.tensors["vector"][1, 1].tolist() == [7] * 4
+
+
+def test_rows_over_columns_and_their_parts_share_the_memory() -> None:
+    columns = Columns.shared(LEAVES, (4, 3))
+    rows, part = Rows.over(columns), Rows.over(columns.part(1, 3))
+    rows.arrays["vector"][3:9] = torch.arange(24).view(6, 4).numpy()
+    assert part.lanes == 6
+    assert part.arrays["vector"].tolist() == torch.arange(24).view(6, 4).tolist()
+    rows.part(6, 9, (3,)).tensors["number"].fill_(5)
+    assert part.tensors["number"].tolist() == [[0] * 3, [5] * 3]

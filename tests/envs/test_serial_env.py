@@ -10,15 +10,11 @@ import pytest
 import torch
 from gymnasium import spaces as gs
 from gymnasium.vector import SyncVectorEnv
-from space_zoo import PlaybackEnv
+from space_zoo import PlaybackEnv, UnmergedGymEnv
 
 from swath.envs import EnvBase, GymEnv, Rows, SerialEnv
 from swath.keys import NEXT, RESET
 from swath.testing import CountingEnv, CountingGymEnv, counting_envs
-
-
-class OtherGymEnv(GymEnv):
-    """The same env, but for all that SerialEnv knows, one that it must not look into."""
 
 
 def test_one_factory_for_all() -> None:
@@ -44,7 +40,7 @@ def test_kwargs_for_all_and_for_each() -> None:
     assert env.reset()["observation"][:, 0].tolist() == [3, 7]
 
 
-@pytest.mark.parametrize("inner", [GymEnv, OtherGymEnv])
+@pytest.mark.parametrize("inner", [GymEnv, UnmergedGymEnv])
 def test_children_with_lanes_of_their_own(inner: type[GymEnv]) -> None:
     def make(first: int) -> EnvBase:
         lanes = iter(range(first, first + 3))
@@ -72,13 +68,13 @@ def test_nested_in_each_other() -> None:
 def test_merged_lanes_do_what_separate_envs_do(name: str) -> None:
     def run(inner: type[GymEnv]) -> Any:
         env = SerialEnv(3, lambda: inner(name, max_episode_steps=9))
-        assert (env._lanes is None) == (inner is OtherGymEnv)
+        assert env.is_merged == (inner is GymEnv)
         env.set_seed(4)
         first = env.rollout(30, break_when_any_done=False)
         env.set_seed(5, static_seed=True)
         return torch.cat([first, env.rollout(12, break_when_any_done=False)], -1)
 
-    assert (run(GymEnv) == run(OtherGymEnv)).all()
+    assert (run(GymEnv) == run(UnmergedGymEnv)).all()
 
 
 def test_seeds_belong_to_lanes_however_they_are_spread() -> None:
@@ -90,7 +86,7 @@ def test_seeds_belong_to_lanes_however_they_are_spread() -> None:
     assert len(expected.unique(dim=0)) == 8
     for env in (
         SerialEnv(4, lambda: GymEnv("CartPole-v1")),
-        SerialEnv(4, lambda: OtherGymEnv("CartPole-v1")),
+        SerialEnv(4, lambda: UnmergedGymEnv("CartPole-v1")),
         SerialEnv(2, lambda: GymEnv("CartPole-v1", num_envs=2)),
         SerialEnv(2, lambda: GymEnv(SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2))),
         SerialEnv(2, lambda: SerialEnv(2, lambda: GymEnv("CartPole-v1"))),
@@ -112,7 +108,7 @@ def test_envs_with_other_bounds_are_stepped_with_their_own_actions() -> None:
     assert [one.acts for one in inner] == [[1], [12]]
 
 
-@pytest.mark.parametrize("inner", [GymEnv, OtherGymEnv])
+@pytest.mark.parametrize("inner", [GymEnv, UnmergedGymEnv])
 def test_partial_resets(inner: type[GymEnv]) -> None:
     env = SerialEnv(3, [partial(inner, make) for make in counting_envs(3)])
     td = env.rand_step(env.reset()).get(NEXT)
@@ -120,7 +116,7 @@ def test_partial_resets(inner: type[GymEnv]) -> None:
     assert td["observation"].tolist() == [[0, 0, 1], [1, 1, 0], [2, 0, 1]]
 
 
-@pytest.mark.parametrize("inner", [GymEnv, OtherGymEnv])
+@pytest.mark.parametrize("inner", [GymEnv, UnmergedGymEnv])
 def test_rows_may_change(inner: type[GymEnv]) -> None:
     """A surface and a loop, or two loops, may use one env in turn."""
     env = SerialEnv(2, [partial(inner, make) for make in counting_envs(2)])

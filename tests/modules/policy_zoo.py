@@ -17,6 +17,7 @@ from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
+    TensorDictModuleBase,
     TensorDictSequential,
     set_interaction_type,
 )
@@ -29,8 +30,8 @@ from swath.envs import EnvBase
 from swath.envs.rows import Rows
 from swath.modules import TanhNormal
 
-SIZE, CHOICES, AXES = 4, 3, 2
-"""Numbers in an observation, discrete actions, and dimensions of a continuous action."""
+SIZE, CHOICES, AXES, HIDDEN = 4, 3, 2, 6
+"""Numbers in an observation, discrete actions, dimensions of a continuous action, and numbers in a recurrent state."""
 
 DISCRETE = gs.Discrete(CHOICES)
 CONTINUOUS = gs.Box(-2.0, 2.0, (AXES,), np.float32)
@@ -310,6 +311,95 @@ HAS_GENERATORS = "generator" in inspect.signature(ProbabilisticTensorDictModule)
 WAYS: dict[str, dict[str, Any]] = {"fast": {}, "slow": {"fast_policy": False}, "trusted": {"trust_policy": True}}
 
 
+# -- recurrent policies ---------------------------------------------------------------------------------------------
+
+
+class Layered(nn.Module):
+    """An nn.GRU of two layers, one step at a time, its state `[lanes, layers, hidden]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(SIZE, HIDDEN, num_layers=2, batch_first=True)
+
+    def forward(self, observation: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        out, state = self.gru(observation.unsqueeze(-2), hidden.transpose(0, 1).contiguous())
+        return out.squeeze(-2), state.transpose(0, 1)
+
+
+class LSTM(nn.Module):
+    """An LSTM cell with its two states as arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(SIZE, HIDDEN)
+
+    def forward(self, observation: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cell(observation, (hidden, cell))
+
+
+def as_written(key: str, convention: str) -> Any:
+    return ("next", key) if convention == "next" else key
+
+
+def gru_policy(convention: str) -> Any:
+    hidden = as_written("hidden", convention)
+    return TensorDictSequential(
+        TensorDictModule(nn.GRUCell(SIZE, HIDDEN), in_keys=["observation", "hidden"], out_keys=[hidden]),
+        module(nn.Linear(HIDDEN, CHOICES), "action", hidden),
+    )
+
+
+def lstm_policy(convention: str) -> Any:
+    states = [as_written("hidden", convention), as_written("cell", convention)]
+    return TensorDictSequential(
+        TensorDictModule(LSTM(), in_keys=["observation", "hidden", "cell"], out_keys=states),
+        module(nn.Linear(HIDDEN, CHOICES), "action", states[0]),
+    )
+
+
+def layered_policy(convention: str) -> Any:
+    states = ["features", as_written("hidden", convention)]
+    return TensorDictSequential(
+        TensorDictModule(Layered(), in_keys=["observation", "hidden"], out_keys=states),
+        module(nn.Linear(HIDDEN, CHOICES), "action", "features"),
+    )
+
+
+def sampling_policy(convention: str) -> Any:
+    hidden = as_written("hidden", convention)
+    return ProbabilisticTensorDictSequential(
+        TensorDictModule(nn.GRUCell(SIZE, HIDDEN), in_keys=["observation", "hidden"], out_keys=[hidden]),
+        module(nn.Linear(HIDDEN, CHOICES), "logits", hidden),
+        sampler(D.OneHotCategorical),
+    )
+
+
+class Resetting(TensorDictModuleBase):
+    """Reads is_init, as recurrent modules do that reset themselves; takes and gives a TensorDict."""
+
+    def __init__(self, convention: str) -> None:
+        super().__init__()
+        self.in_keys = ["observation", "hidden", "is_init"]
+        self.written = as_written("hidden", convention)
+        self.out_keys = ["action", self.written]
+        self.cell, self.head = nn.GRUCell(SIZE, HIDDEN), nn.Linear(HIDDEN, CHOICES)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        is_init, hidden = tensordict["is_init"], tensordict["hidden"]
+        hidden = self.cell(tensordict["observation"], torch.where(is_init, torch.zeros_like(hidden), hidden))
+        return tensordict.set(self.written, hidden).set("action", self.head(hidden))
+
+
+RECURRENT: dict[str, Callable[[str], Any]] = {
+    "GRU cell": gru_policy,
+    "LSTM cell": lstm_policy,
+    "nn.GRU": layered_policy,
+    "sampling GRU": sampling_policy,
+    "on is_init": Resetting,
+}
+"""Makers that are given a convention: whether state is written under the "same" key as it is read, or under "next"."""
+
+
 # -- the truth ------------------------------------------------------------------------------------------------------
 
 
@@ -327,7 +417,7 @@ def collect(policy: Any, env: EnvBase | None = None, steps: int = 6, **options: 
 
 def stages_of(collector: Collector) -> tuple[str, ...]:
     """The stages that ran the last batch."""
-    return tuple(type(stage).__name__ for stage in collector._loop.policy._active)
+    return tuple(collector.policy_stages)
 
 
 def samplers_of(policy: Any) -> list[ProbabilisticTensorDictModule]:

@@ -26,7 +26,7 @@ from torch import nn
 
 from swath.collectors import Collector
 from swath.modules import ExplorationType, as_policy, set_exploration_type
-from swath.rollout import LoopSettings, RolloutLoop
+from swath.rollout.loop import LoopSettings, RolloutLoop
 
 # Of squashed normals the module estimates the mean from samples, of categoricals it gives NaN.
 NO_MEAN = {name for name in STOCHASTIC if name.startswith(("tanh", "categorical"))} | {"one-hot of tensordict"}

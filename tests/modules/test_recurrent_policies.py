@@ -4,109 +4,38 @@ from typing import Any
 
 import pytest
 import torch
-from policy_zoo import CHOICES, DOUBLE, SIZE, WAYS, WaveEnv, assert_same, collect, mlp, module, sampler, stages_of
+from policy_zoo import (
+    CHOICES,
+    DOUBLE,
+    HIDDEN,
+    RECURRENT,
+    SIZE,
+    WAYS,
+    Resetting,
+    WaveEnv,
+    as_written,
+    assert_same,
+    collect,
+    gru_policy,
+    lstm_policy,
+    mlp,
+    module,
+    sampling_policy,
+    stages_of,
+)
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
-    ProbabilisticTensorDictSequential,
     TensorDictModule,
-    TensorDictModuleBase,
     TensorDictSequential,
 )
 from torch import Tensor, nn
-from torch import distributions as D
 
 from swath.collectors import Collector
 from swath.envs import GymEnv, SerialEnv
 from swath.errors import PolicyError
 from swath.modules import ExplorationType
+from swath.rollout.loop import LoopSettings, RolloutLoop
 from swath.testing import CountingEnv, counting_envs
-
-HIDDEN = 6
-
-
-class Layered(nn.Module):
-    """An nn.GRU of two layers, one step at a time, its state `[lanes, layers, hidden]`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(SIZE, HIDDEN, num_layers=2, batch_first=True)
-
-    def forward(self, observation: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        out, state = self.gru(observation.unsqueeze(-2), hidden.transpose(0, 1).contiguous())
-        return out.squeeze(-2), state.transpose(0, 1)
-
-
-class LSTM(nn.Module):
-    """An LSTM cell with its two states as arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(SIZE, HIDDEN)
-
-    def forward(self, observation: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cell(observation, (hidden, cell))
-
-
-def as_written(key: str, convention: str) -> Any:
-    return ("next", key) if convention == "next" else key
-
-
-def gru_policy(convention: str) -> Any:
-    hidden = as_written("hidden", convention)
-    return TensorDictSequential(
-        TensorDictModule(nn.GRUCell(SIZE, HIDDEN), in_keys=["observation", "hidden"], out_keys=[hidden]),
-        module(nn.Linear(HIDDEN, CHOICES), "action", hidden),
-    )
-
-
-def lstm_policy(convention: str) -> Any:
-    states = [as_written("hidden", convention), as_written("cell", convention)]
-    return TensorDictSequential(
-        TensorDictModule(LSTM(), in_keys=["observation", "hidden", "cell"], out_keys=states),
-        module(nn.Linear(HIDDEN, CHOICES), "action", states[0]),
-    )
-
-
-def layered_policy(convention: str) -> Any:
-    states = ["features", as_written("hidden", convention)]
-    return TensorDictSequential(
-        TensorDictModule(Layered(), in_keys=["observation", "hidden"], out_keys=states),
-        module(nn.Linear(HIDDEN, CHOICES), "action", "features"),
-    )
-
-
-def sampling_policy(convention: str) -> Any:
-    hidden = as_written("hidden", convention)
-    return ProbabilisticTensorDictSequential(
-        TensorDictModule(nn.GRUCell(SIZE, HIDDEN), in_keys=["observation", "hidden"], out_keys=[hidden]),
-        module(nn.Linear(HIDDEN, CHOICES), "logits", hidden),
-        sampler(D.OneHotCategorical),
-    )
-
-
-class Resetting(TensorDictModuleBase):
-    """Reads is_init, as recurrent modules do that reset themselves; takes and gives a TensorDict."""
-
-    def __init__(self, convention: str) -> None:
-        super().__init__()
-        self.in_keys = ["observation", "hidden", "is_init"]
-        self.written = as_written("hidden", convention)
-        self.out_keys = ["action", self.written]
-        self.cell, self.head = nn.GRUCell(SIZE, HIDDEN), nn.Linear(HIDDEN, CHOICES)
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        is_init, hidden = tensordict["is_init"], tensordict["hidden"]
-        hidden = self.cell(tensordict["observation"], torch.where(is_init, torch.zeros_like(hidden), hidden))
-        return tensordict.set(self.written, hidden).set("action", self.head(hidden))
-
-
-POLICIES = {
-    "GRU cell": gru_policy,
-    "LSTM cell": lstm_policy,
-    "nn.GRU": layered_policy,
-    "sampling GRU": sampling_policy,
-    "on is_init": Resetting,
-}
 
 
 def states_of(policy: Any) -> list[str]:
@@ -132,7 +61,7 @@ def unroll(policy: Any, batch: TensorDictBase, states: dict[str, Tensor]) -> Ten
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 @pytest.mark.parametrize("convention", ["same", "next"])
-@pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize("make", RECURRENT.values(), ids=RECURRENT.keys())
 def test_the_state_is_what_the_module_gives_over_several_batches(
     make: Any, convention: str, way: dict[str, Any]
 ) -> None:
@@ -324,7 +253,7 @@ def test_an_observation_that_is_written_too_is_no_state() -> None:
     )
     collector = Collector(WaveEnv(), policy, frames_per_batch=15)
     batch = next(iter(collector))
-    assert collector._loop.policy.state == []
+    assert RolloutLoop(WaveEnv(), policy, LoopSettings()).policy.state == []
     inside = ~batch["next", "done"][:, :-1, 0]
     assert_same(batch["observation"][:, 1:][inside], batch["next", "observation"][:, :-1][inside] * 10)
     assert_same(batch["action"], policy[1].module(batch["observation"]).detach())

@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swath.rollout import RolloutStats
-from swath.rollout.stats import RECENT_EPISODES, EpisodeMeter
+from swath.rollout.stats import RECENT_EPISODES, EpisodeMeter, RolloutStats
 
 
 class OneByOne:

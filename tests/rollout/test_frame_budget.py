@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swath.rollout import FrameBudget
+from swath.rollout.budget import FrameBudget
 
 
 @settings(max_examples=200, deadline=None)

@@ -8,6 +8,8 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from counting_layouts import LAYOUTS
+from counting_reference import CountingReference, assert_holds
 from gymnasium.envs.classic_control import CartPoleEnv
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
@@ -16,9 +18,8 @@ from torch import nn
 from swath.collectors import Collector
 from swath.envs import GymEnv
 from swath.errors import UnsupportedEnvError
-from swath.testing import CountingReference, CountingVectorEnv, assert_frames_belong, assert_holds
+from swath.testing import CountingVectorEnv, assert_frames_belong
 from swath.testing.checks import counted
-from swath.testing.layouts import LAYOUTS
 
 IDS, MASK = ("collector", "traj_ids"), ("collector", "mask")
 

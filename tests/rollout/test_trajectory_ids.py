@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swath.rollout import TrajectoryIds
+from swath.rollout.trajectory_ids import TrajectoryIds
 
 
 class OneByOne:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swath.runtime import Channel, ChannelClosedError, Event, MemoryBlock
+from swath.errors import ChannelClosedError
+from swath.runtime import Channel, Event, MemoryBlock
 from swath.runtime.channel import HEADER, MOST_FDS, pack
 
 pytestmark = pytest.mark.timeout(60)
@@ -89,7 +90,7 @@ def test_half_a_message_is_no_message(ends: tuple[Channel, Channel]) -> None:
     ours, theirs = ends
     data = pickle.dumps("whole")
     ours.send("first")
-    ours._socket.send(HEADER.pack(len(data), 0) + data[:3])
+    os.write(ours.fileno(), HEADER.pack(len(data), 0) + data[:3])
     assert theirs.receive(timeout_s=1) == "first"
     with pytest.raises(TimeoutError):
         theirs.receive(timeout_s=0.05)
@@ -150,7 +151,7 @@ def test_descriptors_that_nobody_takes_are_closed(ends: tuple[Channel, Channel])
         ours.send(MemoryBlock(64))
         theirs.receive(timeout_s=1)
     ours.send(MemoryBlock(64))
-    theirs._pump()  # it has come, and nobody reads it
+    theirs.take_in()  # it has come, and nobody reads it
     theirs.close()
     assert descriptors() == before - 1
 
@@ -191,5 +192,6 @@ def test_a_fork_has_no_part_in_it(ends: tuple[Channel, Channel]) -> None:
 def test_it_has_no_name_and_is_not_inherited(ends: tuple[Channel, Channel]) -> None:
     for end in ends:
         assert not os.get_inheritable(end.fileno())
-        assert end._socket.family == socket.AF_UNIX
-        assert end._socket.getsockname() in ("", b"")
+        with socket.socket(fileno=os.dup(end.fileno())) as same:
+            assert same.family == socket.AF_UNIX
+            assert same.getsockname() in ("", b"")

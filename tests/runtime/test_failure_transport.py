@@ -11,9 +11,9 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from swath.runtime import Failure, RemoteTraceback, WorkerDiedError, WorkerError
+from swath.errors import RemoteTraceback, WorkerDiedError, WorkerError, in_words
+from swath.runtime import Failure
 from swath.runtime.channel import pack
-from swath.runtime.faults import in_words
 
 
 def sent(error: BaseException) -> BaseException:
@@ -115,7 +115,7 @@ def test_what_would_end_the_other_side_does_not(error: BaseException) -> None:
         (-signal.SIGKILL, "killed by SIGKILL (signal 9)"),
         (-signal.SIGSEGV, "killed by SIGSEGV (signal 11)"),
         (-250, "killed by signal (signal 250)"),
-        (None, "nobody knows how"),
+        (None, "how is not known"),
     ],
 )
 def test_ends_in_words(code: int | None, words: str) -> None:

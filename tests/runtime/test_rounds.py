@@ -7,6 +7,7 @@ import os
 import pickle
 import select
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -25,8 +26,9 @@ Work = Callable[[Member, np.ndarray], int]
 @contextmanager
 def members(count: int, work: Work, spins: bool = False) -> Iterator[tuple[Rounds, np.ndarray]]:
     """Forked members that do `work` in each round, until they are killed; and memory that they share."""
-    led, block = Rounds(count), MemoryBlock(8 * count)
-    led._spins = spins
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "KEEPS_ORDER", spins)
+        led, block = Rounds(count), MemoryBlock(8 * count)
     shared, never = block.array((count,), np.int64), os.pipe()
     pids = []
     for index in range(count):
@@ -191,6 +193,24 @@ def test_an_interrupt_waits_until_it_may_come() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with undisturbed:
         pass
+
+
+def test_another_thread_that_enters_loses_no_interrupt() -> None:
+    undisturbed = Undisturbed()
+
+    def enter() -> None:
+        with undisturbed:
+            pass
+
+    def interrupted() -> None:
+        with undisturbed:
+            signal.raise_signal(signal.SIGINT)
+            thread = threading.Thread(target=enter)
+            thread.start()
+            thread.join()
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
 
 
 def test_one_that_was_never_left_holds_nothing_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

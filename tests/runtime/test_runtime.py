@@ -401,12 +401,21 @@ def test_a_pickled_block_is_the_same_memory(block: Block) -> None:
 def test_a_pickled_lock_is_the_same_lock() -> None:
     block = MemoryBlock(64)
     lock = ProcessLock(block)
-    copy, its_block = pickle.loads(pickle.dumps((lock, block)))
+
+    def descriptors_of_block() -> int:
+        found = []
+        for fd in open_descriptors():
+            with contextlib.suppress(OSError):
+                found.append(os.fstat(int(fd)).st_ino)
+        return found.count(os.fstat(block.fd).st_ino)
+
+    copy, same = pickle.loads(pickle.dumps((lock, block)))
+    until(lambda: descriptors_of_block() == 4)  # of either block and lock one: the block came once
     with lock, pytest.raises(TimeoutError):
         copy.acquire(timeout_s=0.02)
     with copy:
         pass
-    assert copy._block is its_block
+    assert same.size == block.size
 
 
 def test_nothing_stays_open_and_nothing_is_left() -> None:

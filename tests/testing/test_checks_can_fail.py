@@ -8,21 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from counting_layouts import LAYOUTS
+from counting_reference import CountingReference, assert_holds
 from tensordict import TensorDictBase
 
 from swath.collectors import Collector
 from swath.testing import (
     CountingEnv,
-    CountingReference,
     assert_follows,
     assert_frames_belong,
-    assert_holds,
     assert_ids_fit,
     assert_whole_episodes,
     assert_whole_in_a_row,
 )
 from swath.testing.counting import KINDS
-from swath.testing.layouts import LAYOUTS
 
 IDS, MASK = ("collector", "traj_ids"), ("collector", "mask")
 LENGTHS = [3, 4]

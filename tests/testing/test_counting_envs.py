@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from counting_layouts import LAYOUTS
 
 from swath.envs import EnvBase
 from swath.testing import CountingGymEnv, EnvConformance, assert_frames_belong, counted
 from swath.testing.counting import KINDS, counting_space, length_of
-from swath.testing.layouts import LAYOUTS
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))

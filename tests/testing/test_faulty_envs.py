@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from swath.testing import CountingGymEnv, FaultyError, FaultyGymEnv
-from swath.testing.faults import FAULTS
+from swath.testing.faulty_envs import FAULTS
 
 
 def steps(env: CountingGymEnv, count: int) -> list[Any]:

@@ -8,7 +8,24 @@ import pytest
 import torch
 from torch import nn
 
-from swath.weights import Layout, Publisher, Subscriber
+from swath.runtime.carrier import Topic
+from swath.runtime.snapshots import SnapshotContents, Snapshots
+from swath.weights import Publisher, Subscriber, WeightLayout
+
+
+class Plane:
+    """The weights plane of a carrier: what is subscribed to is at hand."""
+
+    def __init__(self, subscribers: list[Subscriber]) -> None:
+        self.subscribers = subscribers
+        self.opened = 0
+
+    def open_snapshots(self, contents: SnapshotContents) -> Snapshots:
+        self.opened += 1
+        return Snapshots(contents)
+
+    def subscribe(self, index: int, topic: Topic, snapshots: Any) -> None:
+        self.subscribers[index].subscribe(topic, snapshots)
 
 
 class Workers:
@@ -20,8 +37,8 @@ class Workers:
             nn.init.constant_(model.weight, -5.0)
             nn.init.constant_(model.bias, -6.0)
         self.subscribers = [Subscriber() for _ in range(count)]
-        self.publisher = Publisher(lambda worker, news: self.subscribers[worker].take_from(news))
-        self.publisher.add("policy", Layout.of(self.models[0]), range(count))
+        self.publisher = Publisher(Plane(self.subscribers))
+        self.publisher.add("policy", WeightLayout.of(self.models[0]), range(count))
 
     def to_all(self, **weights: float) -> None:
         self.publisher.version += 1
@@ -116,33 +133,61 @@ def test_a_new_worker_in_the_place_of_another(workers: Workers) -> None:
     workers.to_all(weight=1, bias=2)
     workers.to_one(1, weight=7, bias=8)
     for index, wanted in ((0, (1, 1.0, 2.0)), (1, (2, 7.0, 8.0))):
-        subscriber = Subscriber()
-        for news in workers.publisher.introduce(index):
-            subscriber.take_from(news)
-        workers.subscribers[index], workers.models[index] = subscriber, nn.Linear(1, 1)
+        workers.subscribers[index], workers.models[index] = Subscriber(), nn.Linear(1, 1)
+        workers.publisher.resubscribe(index)
         assert workers.held(index) == wanted
 
 
+def test_the_newest_weights_of_all(workers: Workers) -> None:
+    workers.to_all(weight=1, bias=2)
+    workers.to_one(1, weight=7)
+    assert {name: float(value) for name, value in workers.publisher.newest("policy").items()} == {
+        "weight": 1,
+        "bias": 2,
+    }
+    assert workers.publisher.knows("policy")
+    assert not workers.publisher.knows("critic")
+
+
+class Remembering(nn.Module):
+    """A module with extra state, and one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def get_extra_state(self) -> list[int]:
+        return self.seen
+
+    def set_extra_state(self, state: list[int]) -> None:
+        self.seen = list(state)
+
+
 def test_extra_state_that_grows() -> None:
-    class Remembering(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[int] = []
-
-        def get_extra_state(self) -> list[int]:
-            return self.seen
-
-        def set_extra_state(self, state: list[int]) -> None:
-            self.seen = list(state)
-
     model, subscriber = Remembering(), Subscriber()
-    told: list[Any] = []
-    publisher = Publisher(lambda worker, news: (told.append(news), subscriber.take_from(news))[1])
-    publisher.add("policy", Layout.of(model), [0])
+    plane = Plane([subscriber])
+    publisher = Publisher(plane)
+    publisher.add("policy", WeightLayout.of(model), [0])
     for version in range(1, 200):
         publisher.version = version
         publisher.publish("policy", {"_extra_state": list(range(version * 50))}, [0])
         subscriber.adopt(lambda name: model)
         assert model.seen == list(range(version * 50))
         assert subscriber.version == version
-    assert len(told) < 12, "a new store for each version"
+    assert plane.opened < 12, "a new store for each version"
+
+
+@pytest.mark.parametrize("published", [{"weight": torch.ones(1)}, {}])
+def test_extra_state_that_outgrows_its_store_leaves_the_rest_as_it_was(published: dict[str, Any]) -> None:
+    """Also what was never published, which is left to the worker."""
+    model, subscriber = Remembering(), Subscriber()
+    nn.init.constant_(model.weight, -5.0)
+    publisher = Publisher(Plane([subscriber]))
+    publisher.add("policy", WeightLayout.of(model), [0])
+    publisher.publish("policy", published, [0])
+    publisher.version = 1
+    publisher.publish("policy", {"_extra_state": list(range(10_000))}, [0])
+    subscriber.adopt(lambda name: model)
+    assert (subscriber.version, len(model.seen)) == (1, 10_000)
+    assert model.weight.item() == (1.0 if published else -5.0)

@@ -1,4 +1,4 @@
-"""What the tests of faults have in common: envs that do a deed, collectors of every kind, programs of their own."""
+"""What the tests of faults have in common: envs that do a deed, collectors that meet them, programs of their own."""
 
 from __future__ import annotations
 
@@ -19,19 +19,17 @@ from typing import Any
 
 import psutil
 import torch
-from tensordict.nn import TensorDictModule
-from torch import nn
+from common import WAIT_S, buffer, net, steps_of, until
+from inside import stop_waiting_after
+from kinds import ASYNC, FALLIBLE, SINGLE, STARTED, SYNC, Kind
 
-from swath.collectors import MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from swath.data import LazyTensorStorage, ReplayBuffer
-from swath.testing import CountingEnv, CountingGymEnv
+from swath.testing import CountingGymEnv
 
-KINDS = ("sync", "async", "start")
+__all__ = ["ASYNC", "FALLIBLE", "SINGLE", "STARTED", "SYNC", "buffer", "net", "steps_of", "stop_waiting_after", "until"]
+"""Also what programs need, which import all that is here."""
+
 LONG = bool(os.environ.get("SWATH_LONG"))
-WAIT_S = 30.0
-"""How long a test waits for what must come, on a loaded machine. What is promised is asserted with `within`."""
 Deed = Callable[[], Any]
-Make = Callable[..., MultiCollector]
 
 
 # -- time ----------------------------------------------------------------------------------------------------------
@@ -44,14 +42,6 @@ def within(seconds: float) -> Iterator[None]:
     yield
     taken = time.monotonic() - begun
     assert taken < seconds, f"it took {taken:.2f} s instead of at most {seconds} s"
-
-
-def until(condition: Callable[[], Any], seconds: float = WAIT_S) -> None:
-    """Wait until `condition` holds; fails if that takes too long."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "what was waited for has not come"
-        time.sleep(0.002)
 
 
 # -- processes -----------------------------------------------------------------------------------------------------
@@ -184,41 +174,19 @@ def doing(
 # -- collectors ----------------------------------------------------------------------------------------------------
 
 
-def counting(workers: int = 2, lengths: Any = 7) -> list[Callable[[], CountingEnv]]:
-    """Factories of counting envs."""
-    return [lambda: CountingEnv(lengths=lengths)] * workers
+def build(kind: Kind, envs: Any = None, policy: Any = None, **options: Any) -> Any:
+    """A collector of that kind with two workers and 20 frames in a batch."""
+    return kind.build(envs, policy, **{"lengths": 7, "frames_per_batch": 20, **options})
 
 
-def net() -> TensorDictModule:
-    """A policy with weights."""
-    return TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["action"])
-
-
-def buffer_of(size: int = 20_000, **options: Any) -> ReplayBuffer:
-    options.setdefault("batch_size", 16)
-    return ReplayBuffer(storage=LazyTensorStorage(size), shared=True, **options)
-
-
-def build(kind: str, envs: Any = None, policy: Any = None, **options: Any) -> MultiCollector:
-    """A collector of that kind with two workers; one of the kind "start" has begun."""
-    options.setdefault("frames_per_batch", 20)
-    if kind == "start":
-        options.setdefault("replay_buffer", buffer_of())
-    made: Any = MultiSyncCollector if kind == "sync" else MultiAsyncCollector
-    collector: MultiCollector = made(counting() if envs is None else envs, policy, **options)
-    if kind == "start":
-        collector.start()
-    return collector
-
-
-def advance(collector: MultiCollector) -> Any:
+def advance(collector: Any) -> Any:
     """The next batch, as this kind of collector gives it; notices within one call what has gone wrong."""
     if collector.replay_buffer is None:
         return collector.next()
     return collector.replay_buffer.sample()
 
 
-def advance_until_it_raises(collector: MultiCollector, seconds: float = WAIT_S) -> BaseException:
+def advance_until_it_raises(collector: Any, seconds: float = WAIT_S) -> BaseException:
     """The error that comes of going on."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -241,9 +209,11 @@ def told(error: BaseException) -> str:
 
 BEGIN = """
 import os, signal, sys, threading, time
-sys.path.insert(0, {here!r})
-from fault_tools import *
+sys.path[:0] = {here!r}
+import fault_tools
+globals().update(vars(fault_tools))
 """
+HERE = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
 class Program:
@@ -251,7 +221,7 @@ class Program:
 
     def __init__(self, text: str, how: str = "-c", tmp_path: Path | None = None, **options: Any) -> None:
         """Start `text` behind the usual imports: with "-c", from a "file", or from "stdin"."""
-        code = BEGIN.format(here=str(Path(__file__).parent)) + textwrap.dedent(text)
+        code = BEGIN.format(here=HERE) + textwrap.dedent(text)
         command, stdin = [sys.executable, "-u", "-c", code], None
         if how == "file":
             assert tmp_path is not None
@@ -353,7 +323,7 @@ def assert_ended_well(program: Program, tracebacks: int = 0) -> None:
         assert errors == "", errors
 
 
-def advance_quietly(collector: MultiCollector) -> None:
+def advance_quietly(collector: Any) -> None:
     """In a thread whose errors are not what the test is about."""
     with contextlib.suppress(Exception):
         advance(collector)

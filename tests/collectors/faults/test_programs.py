@@ -2,10 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
-from fault_tools import Program, assert_ended_well, descendants, exit_of_idle_program_s, memory_names, until
+from common import until
+from fault_tools import BEGIN, HERE, Program, assert_ended_well, descendants, exit_of_idle_program_s, memory_names
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -16,16 +20,20 @@ def _known_idle_exit() -> None:
 
 
 COLLECT = """
-collectors = [build(kind) for kind in KINDS]
-for collector in collectors:
+collectors = [build(kind) for kind in FALLIBLE]
+beside = SINGLE.build(replay_buffer=buffer(batch_size=16))  # in a thread of this very process
+beside.start()
+for collector in (*collectors, beside):
     advance(collector)
 print("ready", *(pid for collector in collectors for pid in collector.worker_pids))
 """
-LONG_STEP = """
-collectors = [build(kind, doing(sleep_long, at=3)) for kind in KINDS]
-for collector in collectors[:2]:
+HANG = """
+hanging = [build(kind, doing(sleep_long, at=3)) for kind in FALLIBLE]
+for collector in hanging[:2]:
     threading.Thread(target=advance_quietly, args=(collector,), daemon=True).start()
-until(lambda: all(collector._workers.board.row(1)["steps"] >= 2 for collector in collectors))
+until(lambda: all(steps_of(collector, 1) >= 2 for collector in hanging))
+"""
+READY = """
 print("ready")
 """
 TRAIN = """
@@ -43,19 +51,13 @@ def interrupt(program: Program, whom: str = "group") -> None:
         os.killpg(program.popen.pid, signal.SIGINT)
 
 
-def test_a_program_that_forgets_shutdown(tmp_path: Path) -> None:
-    with Program(f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n" + COLLECT) as program:
+@pytest.mark.parametrize("script", [COLLECT, HANG + READY], ids=["collecting", "long step"])
+def test_a_program_that_forgets_shutdown(tmp_path: Path, script: str) -> None:
+    with Program(f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n" + script) as program:
         program.says()
         assert program.ends(3) == 0
         assert_ended_well(program)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_program_that_forgets_shutdown_in_a_long_step() -> None:
-    with Program(LONG_STEP) as program:
-        program.says()
-        assert program.ends(3) == 0
-        assert_ended_well(program)
 
 
 def test_a_program_that_raises() -> None:
@@ -66,9 +68,17 @@ def test_a_program_that_raises() -> None:
         assert program.errors.rstrip().endswith("ZeroDivisionError: mine")
 
 
-@pytest.mark.parametrize("whom", ["parent", "group"])
-def test_ctrl_c(whom: str) -> None:
-    with Program(COLLECT + TRAIN) as program:
+@pytest.mark.parametrize(
+    ("whom", "script"),
+    [
+        ("parent", COLLECT + TRAIN),
+        ("group", COLLECT + "with beside, collectors[0]:" + textwrap.indent(TRAIN, "    ")),
+        ("group", HANG + READY + SLEEP),
+    ],
+    ids=["parent", "group, in a with block", "group, in a long step"],
+)
+def test_ctrl_c(whom: str, script: str) -> None:
+    with Program(script) as program:
         program.says()
         interrupt(program, whom)
         assert program.ends(3) == -signal.SIGINT
@@ -76,19 +86,11 @@ def test_ctrl_c(whom: str) -> None:
         assert program.errors.rstrip().endswith("KeyboardInterrupt")
 
 
-def test_ctrl_c_in_a_long_step() -> None:
-    with Program(LONG_STEP + SLEEP) as program:
-        program.says()
-        interrupt(program)
-        assert program.ends(3) == -signal.SIGINT
-        assert_ended_well(program, tracebacks=1)
-
-
 def test_ctrl_c_while_workers_are_made() -> None:
     text = """
-    build("async").shutdown()
+    build(ASYNC).shutdown()
     print("ready")
-    build("sync", [lambda: time.sleep(3600)] * 2)
+    build(SYNC, [lambda: time.sleep(3600)] * 2)
     """
     with Program(text) as program:
         program.says()
@@ -100,13 +102,13 @@ def test_ctrl_c_while_workers_are_made() -> None:
 
 def test_a_caught_ctrl_c_leaves_a_program_that_can_go_on() -> None:
     text = """
-    collector = build("sync")
+    collector = build(SYNC)
     try:
         print("ready")
         while True:
             advance(collector)
     except KeyboardInterrupt:
-        other = build("async")
+        other = build(ASYNC)
         advance(other)
         other.shutdown()
         print("went on")
@@ -127,25 +129,23 @@ def test_a_program_that_is_terminated() -> None:
 
 
 @pytest.mark.parametrize("whom", ["parent", "group"])
-@pytest.mark.parametrize("script", [COLLECT, LONG_STEP], ids=["collecting", "long step"])
-def test_a_program_that_is_killed_leaves_nothing(script: str, whom: str) -> None:
+def test_a_program_that_is_killed_leaves_nothing(whom: str) -> None:
     before = memory_names()
-    with Program(script + SLEEP) as program:
+    with Program(HANG + COLLECT + SLEEP) as program:
         pids = [int(pid) for pid in program.says().split()[1:]]
-        if script == COLLECT:
-            os.kill(pids[0], signal.SIGSTOP)
+        os.kill(pids[0], signal.SIGSTOP)
         kill = os.kill if whom == "parent" else os.killpg
         kill(program.popen.pid, signal.SIGKILL)
         assert program.ends(5) == -signal.SIGKILL
-        assert len(program.seen) >= 8  # the program, the server, six workers
+        assert len(program.seen) >= 14  # the program, the server, twelve workers
         new = memory_names() - before
         assert not [name for name in new if "swath" in name or any(str(pid) in name for pid in program.seen)]
 
 
 def test_a_program_with_other_start_methods_is_killed() -> None:
     script = """
-    collectors = [build("start", doing(sleep_long, at=3), mp_start_method=method) for method in ("fork", "spawn")]
-    until(lambda: all(collector._workers.board.row(1)["steps"] >= 2 for collector in collectors))
+    collectors = [build(STARTED, doing(sleep_long, at=3), mp_start_method=method) for method in ("fork", "spawn")]
+    until(lambda: all(steps_of(collector, 1) >= 2 for collector in collectors))
     print("ready")
     time.sleep(3600)
     """
@@ -159,3 +159,138 @@ def test_a_program_that_leaves_by_os_exit() -> None:
     with Program(COLLECT + "\nos._exit(7)") as program:
         program.says()
         assert program.ends(5) == 7
+
+
+def test_a_long_step_in_a_thread_does_not_keep_a_program_from_its_end() -> None:
+    """Nothing can end a thread: it is waited for, told of, and left."""
+    text = """
+    hanging = threading.Event()
+    stop_waiting_after(0.3)
+    collector = SINGLE.build(DeedEnv(lambda: hanging.set() or sleep_long(), at=15), replay_buffer=buffer())
+    collector.start()
+    hanging.wait(20)
+    print("ready")
+    """
+    with Program(text) as program:
+        program.says()
+        assert program.ends(8) == 0
+        assert "did not end in time" in program.errors
+        assert "Traceback" not in program.errors
+
+
+# -- ways to run a program, and what it may do itself: workers know what it knows, and leave it alone ---------------
+
+SELF_MADE = """
+import gymnasium as gym
+
+class MyError(Exception):
+    def __init__(self, code, *, hint):
+        super().__init__(f"code {code}")
+        self.code, self.hint = code, hint
+
+class MyEnv(CountingGymEnv):
+    def step(self, action):
+        assert (os.environ["MINE"], os.getcwd(), sys.argv[-1], sys.path[-1]) == ("yes", "/", "--mine", "/nowhere")
+        if self.count == 3 and os.path.exists(FLAG):
+            raise MyError(5, hint="mine")
+        return super().step(action)
+
+FLAG = os.environ["FLAG"]
+os.environ["MINE"] = "yes"
+os.chdir("/")
+sys.argv.append("--mine")
+sys.path.append("/nowhere")
+gym.register("Mine-v0", MyEnv)
+
+from swath.envs import GymEnv
+
+collector = build(SYNC, [lambda: GymEnv("Mine-v0"), lambda: MyEnv()], frames_per_batch=10)
+print("shape", *collector.next().shape)
+open(FLAG, "w").close()
+try:
+    collector.next()
+except MyError as error:
+    print("caught", error.code, error.hint, type(error.__cause__).__name__)
+"""
+
+
+@pytest.mark.parametrize("how", ["-c", "file", "stdin"])
+def test_a_program_without_a_main_guard(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its classes, its errors and the envs that it registers are known in the workers, and it is not run again."""
+    monkeypatch.setenv("FLAG", str(tmp_path / "flag"))
+    with Program("print('begin')\n" + SELF_MADE, how, tmp_path) as program:
+        lines = [program.says() for _ in range(3)]
+        assert lines == ["begin", "shape 2 5", "caught 5 mine RemoteTraceback"], program.errors
+        assert program.ends(3) == 0
+        assert_ended_well(program)
+
+
+def test_threads_and_forks_of_a_program() -> None:
+    text = """
+    import warnings; warnings.simplefilter("ignore", DeprecationWarning)
+    from swath.testing import assert_follows, assert_frames_belong
+
+    def live(method):
+        global collector
+        collector = build(ASYNC, mp_start_method=method)
+        for _ in range(5):
+            assert_frames_belong(collector.next())
+
+    for method in ("forkserver", "fork"):
+        thread = threading.Thread(target=live, args=(method,))
+        thread.start()
+        thread.join()
+        for _ in range(5):
+            assert_frames_belong(collector.next())  # workers outlive the thread that has made them
+        collector.shutdown()
+
+    collector = build(SYNC)
+    before = collector.next()
+    pid = os.fork()
+    if not pid:
+        sys.exit(0)  # with all that a normal exit brings: atexit, finalisers
+    assert os.waitpid(pid, 0)[1] == 0
+    assert_follows(before, collector.next())
+    print("unharmed", collector.stats()["workers_alive"])
+    """
+    with Program(text) as program:
+        assert program.says() == "unharmed 2", program.errors
+        assert program.ends(3) == 0
+        assert_ended_well(program)
+
+
+def test_a_program_without_stdout_and_stderr() -> None:
+    text = """
+    os.close(1); os.close(2)
+    collector = build(SYNC, doing(lambda: print("x" * 100), at=3))
+    for _ in range(3):
+        collector.next()
+    collector.shutdown()
+    os._exit(11)
+    """
+    with Program(text) as program:
+        assert program.ends(40) == 11
+
+
+def test_a_program_whose_output_nobody_reads() -> None:
+    """A worker that fills the pipe waits there, and hears nothing; it must end all the same."""
+    text = """
+    def shout():
+        while True:
+            print("x" * 1000)
+    collector = build(STARTED, doing(shout, at=3))
+    until(lambda: steps_of(collector, 1) >= 2)
+    begun = time.monotonic()
+    collector.shutdown()
+    os._exit(0 if time.monotonic() - begun < 5 else 1)
+    """
+    code = BEGIN.format(here=HERE) + textwrap.dedent(text)
+    reads, writes = os.pipe()
+    program = subprocess.Popen([sys.executable, "-c", code], stdout=writes)
+    os.close(writes)
+    try:
+        assert program.wait(40) == 0
+    finally:
+        program.kill()
+        program.wait()
+        os.close(reads)

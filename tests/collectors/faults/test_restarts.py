@@ -11,28 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common import LANE, STEP, assert_trajectories, buffer, ids_of, net, until
 from fault_tools import (
-    KINDS,
-    Make,
     advance,
     advance_until_it_raises,
-    buffer_of,
-    counting,
     doing,
     end,
     exit_at_once,
-    net,
     signal_itself,
     sleep_long,
     told,
-    until,
     within,
 )
+from inside import WORKER_BITS, StallWarning, WorkerDiedError, has_named_a_stall, versions_of_workers
+from kinds import ASYNC, FALLIBLE, SPREAD, STARTED, SYNC, Kind, Make, over
 from tensordict import TensorDictBase
 
-from swath.collectors.workers import WorkerRestartedWarning
+from swath.collectors import WorkerRestartedWarning
 from swath.keys import TRAJ_IDS
-from swath.runtime import StallWarning, WorkerDiedError
 from swath.testing import (
     CountingEnv,
     FaultyError,
@@ -44,9 +40,8 @@ from swath.testing import (
 
 pytestmark = [
     pytest.mark.timeout(90),
-    pytest.mark.filterwarnings("ignore::swath.collectors.workers.WorkerRestartedWarning"),
+    pytest.mark.filterwarnings("ignore::swath.collectors.WorkerRestartedWarning"),
 ]
-LANE, EPISODE, STEP = 0, 1, 2
 PACE_S = 0.002
 """What others take for a step, so that they cannot have collected everything before the worker's 34th."""
 ENDINGS: dict[str, Callable[[], Any]] = {
@@ -54,15 +49,6 @@ ENDINGS: dict[str, Callable[[], Any]] = {
     "exit": exit_at_once(3),
     "raise": lambda: {}["missing"],
 }
-
-
-def assert_runs(frames: TensorDictBase) -> None:
-    """Every id is one run of consecutive steps from the beginning of an episode on, and in one place only."""
-    numbers, ids = counted(frames).reshape(-1, 3), frames.get(TRAJ_IDS).numpy().reshape(-1)
-    for name in np.unique(ids):
-        own = numbers[ids == name]
-        assert len({(lane, episode) for lane, episode, _ in own.tolist()}) == 1, "one id names two episodes"
-        np.testing.assert_array_equal(own[:, STEP], np.arange(len(own)), "an episode has a hole")
 
 
 class Diary:
@@ -101,15 +87,16 @@ class Diary:
             same = ids[1:] == ids[:-1]
             np.testing.assert_array_equal(numbers[1:][same], numbers[:-1][same] + np.array([0, 0, 1]))
             assert (numbers[1:][~same][:, STEP] == 0).all(), "an episode begins in its middle"
+            assert len(np.unique(ids)) == 1 + (~same).sum(), "one id names two trajectories"
         ids = {lane: set(self.rows(lane).get(TRAJ_IDS).tolist()) for lane in (*survivors, *replaced)}
         assert sum(map(len, ids.values())) == len(set.union(*ids.values())), "lanes share ids"
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_restart_while_collecting(make: Make, kind: str, ending: str, tmp_path: Any) -> None:
+@over(SPREAD)
+def test_restart_while_collecting(make: Make, kind: Kind, ending: str, tmp_path: Any) -> None:
     envs = doing(ENDINGS[ending], once=str(tmp_path / "done"), at=34, lengths=7, others_pace_s=PACE_S)
-    collector = make(kind, envs, on_worker_failure="restart", total_frames=400)
+    collector = make(envs, on_worker_failure="restart", total_frames=400)
     diary = Diary()
     with pytest.warns(WorkerRestartedWarning, match=r"Worker 1 .*restarted \(1 of 3\)") as caught:
         diary.add_all(collector)
@@ -118,31 +105,34 @@ def test_restart_while_collecting(make: Make, kind: str, ending: str, tmp_path: 
     diary.check([0], [1])
     stats = collector.stats()
     assert (stats["frames"], stats["worker_restarts"]) == (400, 1)
-    steps = 10 if kind == "sync" else 20
+    steps = 10 if kind.joins else 20
     assert stats["lost_frames"] == 33 % steps  # the last step was not made
+    assert {number >> WORKER_BITS for number in ids_of(diary.batches)} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_restart_again_and_again_from_outside(make: Make, kind: str) -> None:
-    collector = make(kind, counting(3, [3, 11, 30]), frames_per_batch=30, on_worker_failure="restart", max_restarts=100)
-    diary, killed, episodes = Diary(), [], 0
+@over(SPREAD)
+def test_restart_again_and_again_from_outside(make: Make, kind: Kind) -> None:
+    collector = make(workers=3, lengths=[3, 11, 30], frames_per_batch=30, on_worker_failure="restart", max_restarts=100)
+    diary, killed, episodes = Diary(), set[int](), 0
     random = np.random.default_rng(0)
     for number in range(40):
         diary.add(collector.next())
         assert collector.stats()["episodes"] >= episodes, "episodes were forgotten"
         episodes = collector.stats()["episodes"]
         if number % 5 == 2:
-            killed.append(int(random.integers(1, 3)))
-            os.kill(collector.worker_pids[killed[-1]], signal.SIGKILL)
+            pid = collector.worker_pids[int(random.integers(1, 3))]
+            if pid not in killed:  # otherwise its death is not known yet
+                killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
     until(lambda: collector.next() is not None and collector.stats()["worker_restarts"] == len(killed))
     diary.check([0], [1, 2])
     assert collector.stats()["workers_alive"] == 3
 
 
 @pytest.mark.parametrize("call", ["state_dict", "update_policy_weights_", "set_seed", "reset"])
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_restart_between_batches(make: Make, kind: str, call: str) -> None:
-    collector = make(kind, policy=net(), on_worker_failure="restart")
+@over(SPREAD)
+def test_restart_between_batches(make: Make, kind: Kind, call: str) -> None:
+    collector = make(policy=net(), on_worker_failure="restart")
     diary = Diary()
     diary.add(collector.next())
     end(collector.worker_pids[1])
@@ -158,9 +148,10 @@ def test_restart_between_batches(make: Make, kind: str, call: str) -> None:
     assert set(collector.state_dict()) >= {"worker0", "worker1"}
 
 
+@over([SYNC])
 def test_a_new_worker_acts_with_the_newest_weights(make: Make) -> None:
     policy = net()
-    collector = make("sync", policy=policy, on_worker_failure="restart")
+    collector = make(policy=policy, on_worker_failure="restart")
     collector.next()
     with torch.no_grad():
         policy.module.weight.fill_(3.0)
@@ -169,26 +160,28 @@ def test_a_new_worker_acts_with_the_newest_weights(make: Make) -> None:
     collector.next()
     weights = collector.map_fn("policy.state_dict", [()] * 2)
     assert all((own["module.weight"] == 3.0).all() for own in weights)
-    assert set(collector.get_distant_attr("_loop.version")) == {1}
+    assert versions_of_workers(collector) == {1}
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
+@over([STARTED])
 def test_restart_while_running_free(make: Make, ending: str, tmp_path: Any) -> None:
     envs = doing(ENDINGS[ending], once=str(tmp_path / "done"), at=34, lengths=7, others_pace_s=PACE_S)
-    collector = make("start", envs, on_worker_failure="restart", total_frames=600)
+    collector = make(envs, on_worker_failure="restart", total_frames=600)
     until(lambda: not collector.is_running())
     stats, buffer = collector.stats(), collector.replay_buffer
     assert buffer.write_count == stats["frames"] == 600
     assert (stats["worker_restarts"], stats["lost_frames"]) == (1, 13)
-    assert_runs(buffer[:])
+    assert_trajectories(buffer[:])
 
 
 @pytest.mark.parametrize("extend_buffer", [True, False])
+@over([STARTED])
 def test_a_worker_killed_at_any_moment_while_it_writes(make: Make, extend_buffer: bool) -> None:
     collector = make(
-        "start",
-        counting(2, [5, 30]),
-        replay_buffer=buffer_of(100_000),
+        workers=2,
+        lengths=[5, 30],
+        replay_buffer=buffer(100_000, batch_size=16),
         on_worker_failure="restart",
         max_restarts=100,
         extend_buffer=extend_buffer,
@@ -210,12 +203,13 @@ def test_a_worker_killed_at_any_moment_while_it_writes(make: Make, extend_buffer
     assert stats["worker_restarts"] >= 3
     assert 4000 <= written <= 4000 + 50 * restarts  # what a dead one has written of its last batch stays
     frames = collector.replay_buffer[:]
-    assert_runs(frames)
+    assert_trajectories(frames)
 
 
 @pytest.mark.parametrize("moment", ["pause", "state_dict"])
+@over([STARTED])
 def test_restart_while_resting(make: Make, moment: str) -> None:
-    collector = make("start", on_worker_failure="restart")
+    collector = make(on_worker_failure="restart")
     advance(collector)
     if moment == "pause":
         with collector.pause():
@@ -229,18 +223,19 @@ def test_restart_while_resting(make: Make, moment: str) -> None:
         assert "worker1" in collector.state_dict()
     written = collector.stats("per_worker")["worker_1/frames"]
     until(lambda: collector.is_running() and collector.stats("per_worker")["worker_1/frames"] > written)
-    assert_runs(collector.replay_buffer[:])
+    assert_trajectories(collector.replay_buffer[:])
 
 
+@over([SYNC])
 def test_a_worker_that_hangs_is_killed_by_the_user_and_replaced(make: Make, tmp_path: Any) -> None:
     envs = doing(sleep_long, once=str(tmp_path / "done"), at=15)
-    collector = make("sync", envs, on_worker_failure="restart", stall_warning_s=0.3)
+    collector = make(envs, on_worker_failure="restart", stall_warning_s=0.3)
     diary = Diary()
     diary.add(collector.next())
     pid = collector.worker_pids[1]
 
     def kill_when_it_was_named() -> None:
-        until(lambda: collector._workers._stalled)
+        until(lambda: has_named_a_stall(collector))
         os.kill(pid, signal.SIGKILL)
 
     killer = threading.Thread(target=kill_when_it_was_named)
@@ -252,27 +247,30 @@ def test_a_worker_that_hangs_is_killed_by_the_user_and_replaced(make: Make, tmp_
     diary.check([0], [1])
 
 
+@over([SYNC])
 def test_max_restarts(make: Make) -> None:
-    collector = make("sync", doing(lambda: {}["missing"], at=25), on_worker_failure="restart", max_restarts=2)
+    collector = make(doing(lambda: {}["missing"], at=25), on_worker_failure="restart", max_restarts=2)
     error = advance_until_it_raises(collector)
     assert type(error) is KeyError
     assert "restarted 2 times" in told(error)
     assert collector.stats()["worker_restarts"] == 2
 
 
+@over([ASYNC])
 def test_no_restart_at_all(make: Make) -> None:
-    collector = make("async", doing(signal_itself(signal.SIGKILL)), on_worker_failure="restart", max_restarts=0)
+    collector = make(doing(signal_itself(signal.SIGKILL)), on_worker_failure="restart", max_restarts=0)
     assert isinstance(advance_until_it_raises(collector), WorkerDiedError)
     assert not collector.stats()["worker_restarts"]
 
 
+@over([SYNC])
 def test_a_worker_that_cannot_even_be_made_again(make: Make, tmp_path: Any) -> None:
     def make_env() -> CountingEnv:
         if (tmp_path / "broken").exists():
             raise FaultyError(0, 0)
         return CountingEnv()
 
-    collector = make("sync", [make_env] * 2, on_worker_failure="restart", max_restarts=2)
+    collector = make([make_env] * 2, on_worker_failure="restart", max_restarts=2)
     collector.next()
     (tmp_path / "broken").touch()
     end(collector.worker_pids[0])
@@ -281,8 +279,9 @@ def test_a_worker_that_cannot_even_be_made_again(make: Make, tmp_path: Any) -> N
     assert type(error) is FaultyError
 
 
+@over([SYNC])
 def test_a_restart_that_is_an_error_for_the_user_loses_nothing(make: Make) -> None:
-    collector = make("sync", on_worker_failure="restart")
+    collector = make(on_worker_failure="restart")
     collector.rollout()
     end(collector.worker_pids[1])
     with warnings.catch_warnings():
@@ -299,18 +298,18 @@ def test_a_restart_that_is_an_error_for_the_user_loses_nothing(make: Make) -> No
 
 
 @pytest.mark.parametrize("form", ["padded", "cat"])
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_the_open_episode_of_a_dead_worker_is_never_delivered_as_complete(make: Make, kind: str, form: str) -> None:
+@over(SPREAD)
+def test_the_open_episode_of_a_dead_worker_is_never_delivered_as_complete(make: Make, kind: Kind, form: str) -> None:
     lengths = [13, 29, 8]
     collector = make(
-        kind,
-        counting(2, lengths),
+        workers=2,
+        lengths=lengths,
         frames_per_batch=10,
         trajs_per_batch=2,
         traj_format=form,
         on_worker_failure="restart",
         max_restarts=50,
-        **({} if kind == "sync" else {"slots_per_worker": 4}),
+        **({} if kind.joins else {"slots_per_worker": 4}),
     )
     ids: list[int] = []
     for number in range(40):
@@ -325,11 +324,12 @@ def test_the_open_episode_of_a_dead_worker_is_never_delivered_as_complete(make: 
     assert collector.stats()["worker_restarts"] >= 5
 
 
+@over([STARTED])
 def test_only_whole_episodes_reach_the_buffer(make: Make) -> None:
     lengths = [13, 29, 8]
     collector = make(
-        "start",
-        counting(2, lengths),
+        workers=2,
+        lengths=lengths,
         trajs_per_batch=1,
         on_worker_failure="restart",
         max_restarts=50,
@@ -340,7 +340,7 @@ def test_only_whole_episodes_reach_the_buffer(make: Make) -> None:
         if restarts < 6 and collector.replay_buffer.write_count > 300 * restarts:
             os.kill(collector.worker_pids[restarts % 2], signal.SIGKILL)
             restarts += 1
-    assert_runs(collector.replay_buffer[:])
+    assert_trajectories(collector.replay_buffer[:])
     assert_whole_in_a_row(collector.replay_buffer[:], lambda lane, episode: lengths[episode % 3])
 
 
@@ -348,30 +348,31 @@ def test_only_whole_episodes_reach_the_buffer(make: Make) -> None:
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_drop(make: Make, kind: str, ending: str) -> None:
+@over(SPREAD)
+def test_drop(make: Make, kind: Kind, ending: str) -> None:
     envs = doing(ENDINGS[ending], at=34, others_pace_s=PACE_S)
-    collector = make(kind, envs, on_worker_failure="drop", total_frames=400)
+    collector = make(envs, on_worker_failure="drop", total_frames=400)
     diary = Diary()
     with pytest.warns(WorkerRestartedWarning, match="Worker 1 .*dropped, 1 are left"):
         diary.add_all(collector)
     assert diary.frames == 400 == collector.stats()["frames"]
     diary.check([0], [1])
-    assert collector.stats()["lost_frames"] == 33 % (10 if kind == "sync" else 20)
+    assert collector.stats()["lost_frames"] == 33 % (10 if kind.joins else 20)
 
 
+@over([STARTED])
 def test_drop_while_running_free(make: Make) -> None:
     envs = doing(signal_itself(signal.SIGKILL), at=34, others_pace_s=PACE_S)
-    collector = make("start", envs, on_worker_failure="drop", total_frames=400)
+    collector = make(envs, on_worker_failure="drop", total_frames=400)
     until(lambda: not collector.is_running())
     assert collector.replay_buffer.write_count == collector.stats()["frames"] == 400
     assert collector.stats()["lost_frames"] == 13
-    assert_runs(collector.replay_buffer[:])
+    assert_trajectories(collector.replay_buffer[:])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_after_a_drop_everything_can_be_asked(make: Make, kind: str) -> None:
-    collector = make(kind, policy=net(), on_worker_failure="drop")
+@over(FALLIBLE)
+def test_after_a_drop_everything_can_be_asked(make: Make, kind: Kind) -> None:
+    collector = make(policy=net(), on_worker_failure="drop")
     advance(collector)
     end(collector.worker_pids[0])
     with within(5):
@@ -384,9 +385,9 @@ def test_after_a_drop_everything_can_be_asked(make: Make, kind: str) -> None:
     assert advance(collector) is not None
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_last_worker_cannot_be_dropped(make: Make, kind: str) -> None:
-    collector = make(kind, on_worker_failure="drop")
+@over(FALLIBLE)
+def test_the_last_worker_cannot_be_dropped(make: Make, kind: Kind) -> None:
+    collector = make(on_worker_failure="drop")
     advance(collector)
     for pid in collector.worker_pids:
         os.kill(pid, signal.SIGKILL)

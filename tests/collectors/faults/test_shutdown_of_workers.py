@@ -11,40 +11,35 @@ from typing import Any
 
 import psutil
 import pytest
+from common import buffer, net, steps_of, until
 from fault_tools import (
-    KINDS,
     LONG,
-    Make,
     advance,
     advance_quietly,
     advance_until_it_raises,
-    buffer_of,
     build,
-    counting,
     doing,
     end,
     is_gone,
     is_stopped,
-    net,
     open_descriptors,
     sleep_deaf,
     sleep_long,
-    until,
     within,
 )
+from inside import server_of_workers
+from kinds import ASYNC, FALLIBLE, STARTED, SYNC, Kind, Make, over
 
-from swath.collectors import MultiCollector
 from swath.data import RateLimiter
 from swath.errors import ClosedError
-from swath.runtime.process import _servers
 from swath.testing import assert_follows, assert_frames_belong
 
 pytestmark = pytest.mark.timeout(60)
-CYCLES = 200 if LONG else 8
+CYCLES = 200 if LONG else 6
 BATCHES = 5000 if LONG else 150
 
 
-def assert_ends(collector: MultiCollector, seconds: float = 5.0) -> None:
+def assert_ends(collector: Any, seconds: float = 5.0) -> None:
     pids = collector.worker_pids
     with within(seconds):
         collector.shutdown(raise_on_error=False)
@@ -54,17 +49,17 @@ def assert_ends(collector: MultiCollector, seconds: float = 5.0) -> None:
             collector.shutdown()
 
 
-def hung(collector: MultiCollector, worker: int = 1, steps: int = 2) -> None:
+def hung(collector: Any, worker: int = 1, steps: int = 2) -> None:
     """Let the workers collect, and wait until one of them hangs."""
     if collector.replay_buffer is None:
         threading.Thread(target=advance_quietly, args=(collector,), daemon=True).start()
-    until(lambda: collector._workers.board.row(worker)["steps"] >= steps)
+    until(lambda: steps_of(collector, worker) >= steps)
     time.sleep(0.05)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_workers_that_do_what_they_should(make: Make, kind: str) -> None:
-    collector = make(kind)
+@over(FALLIBLE)
+def test_workers_that_do_what_they_should(make: Make, kind: Kind) -> None:
+    collector = make()
     advance(collector)
     assert_ends(collector, 1.5)
     with pytest.raises(ClosedError):
@@ -72,16 +67,16 @@ def test_workers_that_do_what_they_should(make: Make, kind: str) -> None:
 
 
 @pytest.mark.parametrize("deed", [sleep_long, sleep_deaf])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_worker_that_hangs_in_a_step(make: Make, kind: str, deed: Any) -> None:
-    collector = make(kind, doing(deed, at=3))
+@over(FALLIBLE)
+def test_a_worker_that_hangs_in_a_step(make: Make, kind: Kind, deed: Any) -> None:
+    collector = make(doing(deed, at=3))
     hung(collector)
     assert_ends(collector)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_worker_that_is_stopped(make: Make, kind: str) -> None:
-    collector = make(kind)
+@over(FALLIBLE)
+def test_a_worker_that_is_stopped(make: Make, kind: Kind) -> None:
+    collector = make()
     advance(collector)
     for pid in collector.worker_pids:
         os.kill(pid, signal.SIGSTOP)
@@ -89,9 +84,9 @@ def test_a_worker_that_is_stopped(make: Make, kind: str) -> None:
     assert_ends(collector, 2.0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_stopped_one_dead_one_hanging(make: Make, kind: str) -> None:
-    collector = make(kind, doing(sleep_deaf, at=3, workers=3, worker=2), frames_per_batch=30)
+@over(FALLIBLE)
+def test_one_stopped_one_dead_one_hanging(make: Make, kind: Kind) -> None:
+    collector = make(doing(sleep_deaf, at=3, workers=3, worker=2), frames_per_batch=30)
     hung(collector, 2)
     pids = collector.worker_pids
     os.kill(pids[0], signal.SIGSTOP)
@@ -99,40 +94,45 @@ def test_one_stopped_one_dead_one_hanging(make: Make, kind: str) -> None:
     assert_ends(collector)
 
 
+@over([SYNC])
 def test_a_worker_that_hangs_while_it_closes_its_env(make: Make) -> None:
-    collector = make("sync", doing(sleep_deaf, at=1, where="close"))
+    collector = make(doing(sleep_deaf, at=1, where="close"))
     advance(collector)
     assert_ends(collector)
 
 
+@over([SYNC])
 def test_a_worker_that_fails_while_it_closes_its_env(make: Make) -> None:
-    collector = make("sync", doing(lambda: 1 / 0, at=1, where="close"))
+    collector = make(doing(lambda: 1 / 0, at=1, where="close"))
     advance(collector)
     assert_ends(collector, 2.0)
 
 
+@over([ASYNC])
 def test_a_timeout_is_held(make: Make) -> None:
-    collector = make("async", doing(sleep_deaf, at=3))
+    collector = make(doing(sleep_deaf, at=3))
     hung(collector)
     with within(1.5):
         collector.shutdown(timeout=0.2)
 
 
+@over([SYNC])
 def test_envs_are_closed_when_there_is_time(make: Make, tmp_path: Any) -> None:
-    collector = make("sync", doing((tmp_path / "closed").touch, at=1, where="close"))
+    collector = make(doing((tmp_path / "closed").touch, at=1, where="close"))
     advance(collector)
     collector.shutdown()
     assert (tmp_path / "closed").exists()
 
 
+@over([STARTED])
 def test_during_a_rate_limited_wait(make: Make) -> None:
-    collector = make("start", replay_buffer=buffer_of(rate_limiter=RateLimiter(samples_per_insert=1.0)))
+    collector = make(replay_buffer=buffer(batch_size=16, rate_limiter=RateLimiter(samples_per_insert=1.0)))
     advance(collector)
     assert_ends(collector, 1.5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_collector_that_is_forgotten_ends_its_workers(kind: str) -> None:
+@over(FALLIBLE)
+def test_a_collector_that_is_forgotten_ends_its_workers(kind: Kind) -> None:
     collector = build(kind)
     advance(collector)
     pids, ref = collector.worker_pids, weakref.ref(collector)
@@ -143,9 +143,9 @@ def test_a_collector_that_is_forgotten_ends_its_workers(kind: str) -> None:
     until(lambda: all(map(is_gone, pids)), 5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_from_another_thread_while_a_batch_is_waited_for(make: Make, kind: str) -> None:
-    collector = make(kind, doing(sleep_long, at=3, worker=0, workers=1), frames_per_batch=50)
+@over(FALLIBLE)
+def test_from_another_thread_while_a_batch_is_waited_for(make: Make, kind: Kind) -> None:
+    collector = make(doing(sleep_long, at=3, worker=0, workers=1), frames_per_batch=50)
     outcome: list[Any] = []
 
     def wait() -> None:
@@ -156,17 +156,17 @@ def test_from_another_thread_while_a_batch_is_waited_for(make: Make, kind: str) 
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    until(lambda: collector._workers.board.row(0)["steps"] >= 2)
+    until(lambda: steps_of(collector, 0) >= 2)
     assert_ends(collector)
     thread.join(5)
     assert not thread.is_alive(), "the other thread waits for ever"
     assert isinstance(outcome[0], Exception)
-    assert kind == "start" or isinstance(outcome[0], ClosedError)
+    assert kind is STARTED or isinstance(outcome[0], ClosedError)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_from_several_threads_at_once(make: Make, kind: str) -> None:
-    collector = make(kind)
+@over(FALLIBLE)
+def test_from_several_threads_at_once(make: Make, kind: Kind) -> None:
+    collector = make()
     advance(collector)
     threads = [threading.Thread(target=collector.shutdown) for _ in range(4)]
     with within(5):
@@ -193,9 +193,9 @@ def in_fork(deed: Any) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fork_of_the_parent_does_the_workers_no_harm(make: Make, kind: str) -> None:
-    collector = make(kind, counting(2, 100), policy=net())
+@over(FALLIBLE)
+def test_a_fork_of_the_parent_does_the_workers_no_harm(make: Make, kind: Kind) -> None:
+    collector = make(workers=2, lengths=100, policy=net())
     before = advance(collector)
 
     def shut_down() -> None:
@@ -206,13 +206,13 @@ def test_a_fork_of_the_parent_does_the_workers_no_harm(make: Make, kind: str) ->
 
     def use() -> None:
         with pytest.raises(ClosedError, match="fork"):
-            collector.next() if kind != "start" else collector.state_dict()
+            collector.next() if kind is not STARTED else collector.state_dict()
         with pytest.raises(ClosedError, match="fork"):
             collector.update_policy_weights_()
 
     assert in_fork(shut_down) == 0
     assert in_fork(use) == 0
-    if kind == "start":
+    if kind is STARTED:
         written = collector.replay_buffer.write_count
         until(lambda: collector.replay_buffer.write_count > written and collector.is_running())
     else:
@@ -220,18 +220,19 @@ def test_a_fork_of_the_parent_does_the_workers_no_harm(make: Make, kind: str) ->
             batch = collector.next()
             assert batch.shape[-1] == before.shape[-1]
             assert_frames_belong(batch)
-    if kind == "sync":
+    if kind is SYNC:
         assert_follows(batch, collector.next())
     assert collector.stats()["workers_alive"] == 2
     assert_ends(collector)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@over([SYNC])
 def test_a_fork_may_have_a_collector_of_its_own(make: Make) -> None:
-    collector = make("sync")
+    collector = make()
 
     def collect() -> None:
-        other = build("sync")
+        other = build(SYNC)
         assert_frames_belong(other.next())
         other.shutdown()
 
@@ -240,10 +241,10 @@ def test_a_fork_may_have_a_collector_of_its_own(make: Make) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-@pytest.mark.parametrize(("kind", "method"), [("async", "spawn"), *((kind, "fork") for kind in KINDS)])
-def test_other_ways_to_start_workers(make: Make, kind: str, method: str) -> None:
-    collector = make(kind, mp_start_method=method)
-    assert_frames_belong(advance(collector)) if kind != "start" else advance(collector)
+@pytest.mark.parametrize(("kind", "method"), [(ASYNC, "spawn"), *((kind, "fork") for kind in FALLIBLE)], ids=str)
+def test_other_ways_to_start_workers(make: Make, kind: Kind, method: str) -> None:
+    collector = make(mp_start_method=method)
+    assert_frames_belong(advance(collector)) if kind is not STARTED else advance(collector)
     pid = collector.worker_pids[1]
     os.kill(pid, signal.SIGKILL)
     with within(2):
@@ -258,7 +259,7 @@ def test_other_ways_to_start_workers(make: Make, kind: str, method: str) -> None
 def figures() -> dict[str, float]:
     gc.collect()
     process = psutil.Process()
-    server = psutil.Process(_servers["forkserver"]._popen.pid)
+    server = psutil.Process(server_of_workers().pid)
     return {
         "descriptors": process.num_fds(),
         "threads": process.num_threads(),
@@ -281,7 +282,7 @@ def assert_flat(before: dict[str, float], now: dict[str, float], megabytes: floa
 @pytest.mark.timeout(900)
 def test_nothing_grows_over_many_lives() -> None:
     def live(number: int) -> None:
-        collector = build(KINDS[number % 3], policy=net())
+        collector = build(FALLIBLE[number % 3], policy=net())
         advance(collector)
         collector.update_policy_weights_()
         advance(collector)
@@ -289,7 +290,7 @@ def test_nothing_grows_over_many_lives() -> None:
             os.kill(collector.worker_pids[0], signal.SIGKILL)
         collector.shutdown(raise_on_error=False)
 
-    for number in range(6):
+    for number in range(3):
         live(number)
     before = figures()
     for number in range(CYCLES):
@@ -298,9 +299,9 @@ def test_nothing_grows_over_many_lives() -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_grows_over_many_batches(make: Make, kind: str) -> None:
-    collector = make(kind, policy=net())
+@over(FALLIBLE)
+def test_nothing_grows_over_many_batches(make: Make, kind: Kind) -> None:
+    collector = make(policy=net())
     for _ in range(50):
         advance(collector)
     before = figures()

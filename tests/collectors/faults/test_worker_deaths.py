@@ -1,5 +1,6 @@
 """Workers that are killed, crash, exit or are stopped: whoever waits is told at once which, and how it ended."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -8,27 +9,24 @@ import warnings
 from typing import Any
 
 import pytest
+from common import buffer, net, steps_of, until
 from fault_tools import (
     DEATHS,
-    KINDS,
-    Make,
     advance,
     advance_until_it_raises,
-    buffer_of,
     doing,
     end,
     is_gone,
     is_stopped,
-    net,
     signal_itself,
     sleep_long,
-    until,
     within,
 )
+from inside import StallWarning, WorkerDiedError, server_of_workers
+from kinds import ASYNC, FALLIBLE, SPREAD, STARTED, SYNC, Kind, Make, over
 
 from swath.data import RateLimiter
 from swath.errors import ClosedError
-from swath.runtime import StallWarning, WorkerDiedError, process
 from swath.testing import assert_follows, assert_frames_belong
 
 pytestmark = pytest.mark.timeout(60)
@@ -41,26 +39,26 @@ def assert_tells_of(error: BaseException, index: int, pid: int, words: str) -> N
 
 
 @pytest.mark.parametrize("death", DEATHS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_death_while_collecting_is_told_within_2_s(make: Make, kind: str, death: str) -> None:
+@over(FALLIBLE)
+def test_a_death_while_collecting_is_told_within_2_s(make: Make, kind: Kind, death: str) -> None:
     deed, words = DEATHS[death]
-    collector = make(kind, doing(deed))
+    collector = make(doing(deed))
     pid = collector.worker_pids[1]
     error = advance_until_it_raises(collector)
     assert_tells_of(error, 1, pid, words)
     assert "while it was collecting" in str(error)
     with within(2), pytest.raises(WorkerDiedError):  # again, and at once
-        collector.is_running() if kind == "start" else advance(collector)
+        collector.is_running() if kind is STARTED else advance(collector)
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_death_in_the_middle_of_a_long_batch(make: Make, kind: str) -> None:
-    collector = make(kind, doing(sleep_long, at=5), frames_per_batch=40)
+@over(SPREAD)
+def test_a_death_in_the_middle_of_a_long_batch(make: Make, kind: Kind) -> None:
+    collector = make(doing(sleep_long, at=5), frames_per_batch=40)
     pid = collector.worker_pids[1]
     killed: list[float] = []
 
     def kill_when_it_hangs() -> None:
-        until(lambda: collector._workers.board.row(1)["steps"] >= 4)
+        until(lambda: steps_of(collector, 1) >= 4)
         killed.append(time.monotonic())
         os.kill(pid, signal.SIGKILL)
 
@@ -82,9 +80,9 @@ OPERATIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_death_between_batches_is_told_by_what_is_called_next(make: Make, kind: str, operation: str) -> None:
-    collector = make(kind, policy=net())
+@over(FALLIBLE)
+def test_a_death_between_batches_is_told_by_what_is_called_next(make: Make, kind: Kind, operation: str) -> None:
+    collector = make(policy=net())
     advance(collector)
     pid = collector.worker_pids[1]
     end(pid)
@@ -96,9 +94,9 @@ def test_a_death_between_batches_is_told_by_what_is_called_next(make: Make, kind
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_death_between_batches_is_told_by_the_next_batch(make: Make, kind: str, how: int) -> None:
-    collector = make(kind)
+@over(FALLIBLE)
+def test_a_death_between_batches_is_told_by_the_next_batch(make: Make, kind: Kind, how: int) -> None:
+    collector = make()
     advance(collector)
     pid = collector.worker_pids[0]
     end(pid, how)
@@ -107,14 +105,14 @@ def test_a_death_between_batches_is_told_by_the_next_batch(make: Make, kind: str
     assert_tells_of(error, 0, pid, f"was killed by {signal.Signals(how).name} (signal {int(how)})")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_shutdown_after_a_death(make: Make, kind: str) -> None:
-    collector = make(kind)
+@over(FALLIBLE)
+def test_shutdown_after_a_death(make: Make, kind: Kind) -> None:
+    collector = make()
     advance(collector)
     pids = collector.worker_pids
     end(pids[0])
     with within(2):
-        if kind == "start":  # nobody was told of it yet
+        if kind is STARTED:  # nobody was told of it yet
             with pytest.raises(WorkerDiedError):
                 collector.shutdown()
         else:
@@ -125,9 +123,9 @@ def test_shutdown_after_a_death(make: Make, kind: str) -> None:
     assert collector.stats()["workers_alive"] == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_workers_die(make: Make, kind: str) -> None:
-    collector = make(kind)
+@over(FALLIBLE)
+def test_all_workers_die(make: Make, kind: Kind) -> None:
+    collector = make()
     advance(collector)
     for pid in collector.worker_pids:
         end(pid)
@@ -135,8 +133,9 @@ def test_all_workers_die(make: Make, kind: str) -> None:
         assert isinstance(advance_until_it_raises(collector), WorkerDiedError)
 
 
+@over([SYNC])
 def test_statistics_can_be_asked_for_after_a_death(make: Make) -> None:
-    collector = make("sync")
+    collector = make()
     advance(collector)
     end(collector.worker_pids[1])
     with within(1):
@@ -144,8 +143,9 @@ def test_statistics_can_be_asked_for_after_a_death(make: Make) -> None:
     until(lambda: collector.stats()["workers_alive"] == 1, 2)
 
 
+@over([STARTED])
 def test_a_trainer_that_only_samples_is_told_of_a_death(make: Make) -> None:
-    collector = make("start")
+    collector = make()
     buffer = collector.replay_buffer
     buffer.sample()
     pid = collector.worker_pids[1]
@@ -153,16 +153,17 @@ def test_a_trainer_that_only_samples_is_told_of_a_death(make: Make) -> None:
     os.kill(pid, signal.SIGKILL)
     assert_tells_of(advance_until_it_raises(collector), 1, pid, "was killed by SIGKILL")
     assert time.monotonic() - begun < 2  # 10 s are promised
-    assert not collector._workers.alive
+    assert not collector.stats()["workers_alive"]
 
 
+@over([STARTED])
 def test_is_running_and_async_shutdown_tell_of_a_death(make: Make) -> None:
-    collector = make("start")
+    collector = make()
     advance(collector)
     end(collector.worker_pids[0])
     with within(2), pytest.raises(WorkerDiedError):
         collector.is_running()
-    other = make("start")
+    other = make()
     advance(other)
     end(other.worker_pids[0])
     with within(5), pytest.raises(WorkerDiedError):
@@ -170,9 +171,10 @@ def test_is_running_and_async_shutdown_tell_of_a_death(make: Make) -> None:
     other.async_shutdown()
 
 
+@over([STARTED])
 def test_a_waiting_sample_is_told_of_a_death(make: Make) -> None:
     """No frame is there yet, and none will come."""
-    collector = make("start", doing(signal_itself(signal.SIGKILL), worker=0, workers=1, at=3), frames_per_batch=1000)
+    collector = make(doing(signal_itself(signal.SIGKILL), worker=0, workers=1, at=3), frames_per_batch=1000)
     with within(10), pytest.raises(WorkerDiedError):
         collector.replay_buffer.sample()
 
@@ -180,9 +182,9 @@ def test_a_waiting_sample_is_told_of_a_death(make: Make) -> None:
 # -- stopped -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_worker_that_is_stopped_for_a_while_is_named_and_then_goes_on(make: Make, kind: str) -> None:
-    collector = make(kind, stall_warning_s=0.5)
+@over(FALLIBLE)
+def test_a_worker_that_is_stopped_for_a_while_is_named_and_then_goes_on(make: Make, kind: Kind) -> None:
+    collector = make(stall_warning_s=0.5)
     before = advance(collector)
     pid = collector.worker_pids[1]
     os.kill(pid, signal.SIGSTOP)
@@ -190,7 +192,7 @@ def test_a_worker_that_is_stopped_for_a_while_is_named_and_then_goes_on(make: Ma
     deadline = time.monotonic() + 20
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if kind == "sync":
+        if kind is SYNC:
             threading.Timer(2.5, os.kill, (pid, signal.SIGCONT)).start()
             assert_follows(before, advance(collector))
         while not any("it is stopped" in str(w.message) for w in caught):
@@ -209,8 +211,9 @@ def test_a_worker_that_is_stopped_for_a_while_is_named_and_then_goes_on(make: Ma
     assert not collector.stats()["lost_frames"]
 
 
+@over([ASYNC])
 def test_the_others_of_a_stopped_worker_go_on(make: Make) -> None:
-    collector = make("async")
+    collector = make()
     advance(collector)
     pid = collector.worker_pids[1]
     os.kill(pid, signal.SIGSTOP)
@@ -221,9 +224,9 @@ def test_the_others_of_a_stopped_worker_go_on(make: Make) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_that_takes_long_is_named(make: Make, kind: str) -> None:
-    collector = make(kind, doing(lambda: time.sleep(2.5), at=5), stall_warning_s=0.5)
+@over(FALLIBLE)
+def test_a_step_that_takes_long_is_named(make: Make, kind: Kind) -> None:
+    collector = make(doing(lambda: time.sleep(2.5), at=5), stall_warning_s=0.5)
     deadline = time.monotonic() + 20
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -235,35 +238,24 @@ def test_a_step_that_takes_long_is_named(make: Make, kind: str) -> None:
     assert "takes long" in str(caught[0].message)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_slow_consumer_is_no_stall(make: Make, kind: str) -> None:
-    collector = make(kind, stall_warning_s=0.6)
+@over(FALLIBLE)
+def test_a_slow_consumer_is_no_stall(make: Make) -> None:
+    collector = make(stall_warning_s=0.6)
+    advance(collector)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(2):
-            advance(collector)
-            time.sleep(0.9)  # the trainer trains
+        time.sleep(0.9)  # the trainer trains
         advance(collector)
         collector.state_dict()
 
 
-def test_a_worker_that_rests_is_no_stall(make: Make) -> None:
-    collector = make("start", stall_warning_s=0.6)
+@pytest.mark.parametrize("waits", ["pause", "rate limiter"])
+@over([STARTED])
+def test_a_worker_that_waits_for_others_is_no_stall(make: Make, waits: str) -> None:
+    limiter = RateLimiter(samples_per_insert=1.0, min_size_to_sample=10) if waits == "rate limiter" else None
+    collector = make(replay_buffer=buffer(batch_size=16, rate_limiter=limiter), stall_warning_s=0.6)
     advance(collector)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with collector.pause():
-            deadline = time.monotonic() + 1.2
-            while time.monotonic() < deadline:
-                collector.is_running()
-                time.sleep(0.05)
-
-
-def test_a_worker_that_waits_for_the_rate_limiter_is_no_stall(make: Make) -> None:
-    buffer = buffer_of(rate_limiter=RateLimiter(samples_per_insert=1.0, min_size_to_sample=10))
-    collector = make("start", replay_buffer=buffer, stall_warning_s=0.6)
-    buffer.sample()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), collector.pause() if waits == "pause" else contextlib.nullcontext():
         warnings.simplefilter("error")
         deadline = time.monotonic() + 1.2
         while time.monotonic() < deadline:
@@ -271,37 +263,48 @@ def test_a_worker_that_waits_for_the_rate_limiter_is_no_stall(make: Make) -> Non
             time.sleep(0.05)
 
 
+@over([SYNC])
+def test_a_worker_that_makes_no_step_for_too_long_is_a_failure(make: Make) -> None:
+    collector = make(doing(sleep_long, at=3), stall_timeout_s=1.0, stall_warning_s=50.0)
+    with pytest.raises(WorkerDiedError, match="no step for stall_timeout_s=1 s") as caught:
+        collector.next()
+    assert caught.value.index == 1
+    assert "memory" not in repr(caught.value), "the usual cause of a SIGKILL is not this one's"
+
+
 # -- the server that starts workers --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_server_of_the_workers_is_killed(make: Make, kind: str) -> None:
-    collector = make(kind)
+@over(FALLIBLE)
+def test_the_server_of_the_workers_is_killed(make: Make, kind: Kind) -> None:
+    collector = make()
     advance(collector)
     pids = collector.worker_pids
-    server = process._servers["forkserver"]._popen
+    server = server_of_workers()
     os.kill(server.pid, signal.SIGKILL)
     server.wait(10)
     with within(4):
         error = advance_until_it_raises(collector)
     assert isinstance(error, WorkerDiedError)
-    assert "nobody knows how" in str(error)
+    assert "how is not known" in str(error)
     assert "server" in str(error)
     until(lambda: all(map(is_gone, pids)), 5)
     collector.shutdown(raise_on_error=False)
-    assert advance(make(kind)) is not None  # with a new server
+    assert advance(make()) is not None  # with a new server
 
 
+@over([SYNC])
 def test_the_server_is_killed_while_nobody_needs_it(make: Make) -> None:
-    make("sync").shutdown()
-    server = process._servers["forkserver"]._popen
+    make().shutdown()
+    server = server_of_workers()
     os.kill(server.pid, signal.SIGKILL)
     until(lambda: is_gone(server.pid))
-    assert_frames_belong(make("sync").next())
+    assert_frames_belong(make().next())
 
 
+@over([SYNC])
 def test_a_collector_with_a_dead_worker_stays_closed(make: Make) -> None:
-    collector = make("sync")
+    collector = make()
     advance(collector)
     end(collector.worker_pids[0])
     with pytest.raises(WorkerDiedError):

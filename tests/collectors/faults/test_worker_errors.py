@@ -12,28 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fault_tools import (
-    KINDS,
-    Make,
-    advance,
-    advance_until_it_raises,
-    buffer_of,
-    build,
-    counting,
-    doing,
-    is_gone,
-    net,
-    told,
-    until,
-    within,
-)
+from common import buffer, net, until
+from fault_tools import advance, advance_until_it_raises, build, doing, is_gone, told, within
+from inside import RemoteTraceback, WorkerDiedError, WorkerError
+from kinds import ASYNC, FALLIBLE, SPREAD, STARTED, SYNC, Kind, Make, over
 from tensordict import TensorDictBase
 
 import swath
-from swath.collectors import MultiSyncCollector
 from swath.errors import NotANumberWarning, ShapeError
-from swath.runtime import RemoteTraceback, WorkerDiedError, WorkerError
-from swath.testing import CountingEnv, CountingGymEnv, FaultyError, FaultyGymEnv, assert_frames_belong
+from swath.testing import CountingGymEnv, FaultyError, FaultyGymEnv, assert_frames_belong
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -47,16 +34,17 @@ def faulty(fault: str, worker: int = 1, **options: Any) -> list[Any]:
     return factories
 
 
-def assert_is_remote(error: BaseException, worker: int = 1) -> None:
+def assert_is_remote(error: BaseException, worker: int | None = 1) -> None:
+    """It comes from that worker, or from any."""
     assert isinstance(error.__cause__, RemoteTraceback)
-    assert f"worker {worker}" in told(error)
+    assert f"worker {'' if worker is None else worker}" in told(error)
     assert "Traceback (most recent call last)" in str(error.__cause__)
 
 
 @pytest.mark.parametrize("where", ["step", "reset"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_error_of_the_env_keeps_type_message_and_traceback(make: Make, kind: str, where: str) -> None:
-    collector = make(kind, faulty("raise", where=where, lengths=5, at=4))
+@over(FALLIBLE)
+def test_an_error_of_the_env_keeps_type_message_and_traceback(make: Make, kind: Kind, where: str) -> None:
+    collector = make(faulty("raise", where=where, lengths=5, at=4))
     pids = collector.worker_pids
     error = advance_until_it_raises(collector)
     assert type(error) is FaultyError
@@ -68,41 +56,33 @@ def test_an_error_of_the_env_keeps_type_message_and_traceback(make: Make, kind: 
     until(lambda: all(map(is_gone, pids)), 5)  # nobody needs the others any more
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_error_is_there_as_soon_as_it_is_raised(make: Make, kind: str, tmp_path: Any) -> None:
+@over(FALLIBLE)
+def test_an_error_is_there_as_soon_as_it_is_raised(make: Make, kind: Kind, tmp_path: Any) -> None:
     def fail() -> None:
         (tmp_path / "now").write_text(repr(time.time()))
         raise FaultyError(1, 2)
 
-    collector = make(kind, doing(fail))
+    collector = make(doing(fail))
     error = advance_until_it_raises(collector)
     assert time.time() - float((tmp_path / "now").read_text()) < 2
     assert isinstance(error, FaultyError)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_error_while_the_env_is_made(kind: str) -> None:
-    with within(10), pytest.raises(FaultyError) as caught:
-        build(kind, faulty("raise", where="init", at=1))
-    assert_is_remote(caught.value)
+@pytest.mark.parametrize("where", ["env", "factory", "init_fn"])
+@over(FALLIBLE)
+def test_an_error_while_a_worker_is_made(kind: Kind, where: str) -> None:
+    envs = {"env": faulty("raise", where="init", at=1), "factory": [CountingGymEnv, lambda: 1 / 0]}.get(where)
+    options = {"init_fn": lambda: 1 / 0} if where == "init_fn" else {}
+    with within(10), pytest.raises(FaultyError if where == "env" else ZeroDivisionError) as caught:
+        build(kind, envs, **options)
+    assert_is_remote(caught.value, None if where == "init_fn" else 1)
     assert "being made" in told(caught.value)
-
-
-def test_an_error_in_the_factory_itself() -> None:
-    with pytest.raises(ZeroDivisionError) as caught:
-        build("sync", [*counting(1), lambda: 1 / 0])
-    assert_is_remote(caught.value)
 
 
 @pytest.mark.parametrize("death", ["kill", "exit"])
 def test_a_death_while_the_env_is_made(death: str) -> None:
     with within(10), pytest.raises(WorkerDiedError, match=r"Worker 1 .* while it was being made"):
-        build("sync", faulty(death, where="init", at=1))
-
-
-def test_an_env_that_takes_too_long_to_make() -> None:
-    with within(10), pytest.raises(TimeoutError, match=r"Workers \[.*1\] .*start_timeout_s"):
-        build("async", faulty("hang", where="init", at=1), start_timeout_s=1.5)
+        build(SYNC, faulty(death, where="init", at=1))
 
 
 class FailingPolicy:
@@ -118,31 +98,27 @@ class FailingPolicy:
         return frame.set("action", torch.zeros(frame.shape, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_error_of_the_policy(make: Make, kind: str) -> None:
-    collector = make(kind, policy=FailingPolicy(30))
+@over(FALLIBLE)
+def test_an_error_of_the_policy(make: Make, kind: Kind) -> None:
+    collector = make(policy=FailingPolicy(30))
     error = advance_until_it_raises(collector)
     assert isinstance(error, FaultyError)
     assert "FailingPolicy" in str(error.__cause__) or "__call__" in str(error.__cause__)
 
 
 @pytest.mark.parametrize("hook", ["pre_collect_hook", "post_collect_hook"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_error_of_a_hook(make: Make, kind: str, hook: str) -> None:
-    collector = make(kind, **{hook: lambda *_: {}["missing"]})
+@over(FALLIBLE)
+def test_an_error_of_a_hook(make: Make, kind: Kind, hook: str) -> None:
+    collector = make(**{hook: lambda *_: {}["missing"]})
     error = advance_until_it_raises(collector)
     assert type(error) is KeyError
     assert error.args == ("missing",)
     assert "worker" in told(error)
 
 
-def test_an_error_of_init_fn() -> None:
-    with pytest.raises(ZeroDivisionError):
-        build("sync", init_fn=lambda: 1 / 0)
-
-
+@over([ASYNC])
 def test_an_error_of_a_call_leaves_the_workers_at_work(make: Make) -> None:
-    collector = make("async")
+    collector = make()
     with pytest.raises(AttributeError) as caught:
         collector.get_distant_attr("env.nothing_of_that_name")
     assert_is_remote(caught.value, 0)
@@ -209,13 +185,14 @@ ODD: dict[str, tuple[Any, type[BaseException], str]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
+@over([SYNC])
 def test_odd_exceptions(make: Make, name: str) -> None:
     factory, kind, text = ODD[name]
 
     def fail() -> None:
         raise factory()
 
-    collector = make("sync", doing(fail, at=15))
+    collector = make(doing(fail, at=15))
     error = advance_until_it_raises(collector)
     assert isinstance(error, kind), repr(error)
     if name != "mute":
@@ -229,11 +206,11 @@ def test_odd_exceptions(make: Make, name: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["nan", "nan_reward"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_nan_is_warned_of_once(make: Make, kind: str, fault: str) -> None:
-    collector = make(kind, faulty(fault, at=5))
+@over(FALLIBLE)
+def test_nan_is_warned_of_once(make: Make, kind: Kind, fault: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        collector = make(faulty(fault, at=5))
         deadline = time.monotonic() + 20
         while not caught:
             assert time.monotonic() < deadline
@@ -245,9 +222,9 @@ def test_nan_is_warned_of_once(make: Make, kind: str, fault: str) -> None:
     assert ("reward" if fault == "nan_reward" else "observation") in str(caught[0].message)
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_warning_that_is_an_error_loses_no_batch(make: Make, kind: str) -> None:
-    collector = make(kind, faulty("nan_reward", at=5))
+@over(SPREAD)
+def test_a_warning_that_is_an_error_loses_no_batch(make: Make, kind: Kind) -> None:
+    collector = make(faulty("nan_reward", at=5))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(NotANumberWarning):
@@ -258,9 +235,9 @@ def test_a_warning_that_is_an_error_loses_no_batch(make: Make, kind: str) -> Non
 
 
 @pytest.mark.parametrize("fault", ["shape", "dtype"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_wrong_shape_or_dtype_names_the_key(make: Make, kind: str, fault: str) -> None:
-    collector = make(kind, faulty(fault, at=15))
+@over(FALLIBLE)
+def test_a_wrong_shape_or_dtype_names_the_key(make: Make, kind: Kind, fault: str) -> None:
+    collector = make(faulty(fault, at=15))
     error = advance_until_it_raises(collector)
     assert isinstance(error, ShapeError if fault == "shape" else ValueError | TypeError)
     assert "observation" in told(error)
@@ -268,12 +245,6 @@ def test_a_wrong_shape_or_dtype_names_the_key(make: Make, kind: str, fault: str)
         assert "(4,)" in str(error)
         assert "(3,)" in str(error)
     assert_is_remote(error)
-
-
-def test_workers_that_differ_are_told_apart() -> None:
-    with pytest.raises(ValueError, match=r"worker 1 .* differs from worker 0") as caught:
-        build("sync", [lambda: CountingGymEnv(), lambda: CountingGymEnv(kind="dict")])
-    assert "entries" in str(caught.value)
 
 
 # -- what cannot be sent -------------------------------------------------------------------------------------------
@@ -287,7 +258,7 @@ class Config:
 def test_a_factory_that_cannot_be_pickled_names_the_attribute() -> None:
     settings = Config()
     with within(5), pytest.raises(RuntimeError, match=r"settings\.handle is lock") as caught:
-        build("sync", [lambda: (settings, CountingGymEnv())[1]] * 2)
+        build(SYNC, [lambda: (settings, CountingGymEnv())[1]] * 2)
     assert "inside the factory" in str(caught.value)
 
 
@@ -295,18 +266,13 @@ def test_a_policy_that_cannot_be_pickled_names_the_attribute() -> None:
     policy = net()
     policy.module.handle = threading.Lock()  # type: ignore[union-attr, assignment]
     with pytest.raises(RuntimeError, match=r"policy.*handle"):
-        build("async", policy=policy)
-
-
-def test_an_env_instead_of_a_factory_is_refused() -> None:
-    with pytest.raises(TypeError, match="functions that return an env"):
-        MultiSyncCollector([CountingEnv()], frames_per_batch=10)
+        build(ASYNC, policy=policy)
 
 
 def test_a_hook_that_cannot_be_pickled_starts_nothing() -> None:
     lock = threading.Lock()
     with pytest.raises(RuntimeError, match="lock"):
-        build("sync", post_collect_hook=lambda batch: lock.acquire())
+        build(SYNC, post_collect_hook=lambda batch: lock.acquire())
 
 
 # -- warnings, output and channels of workers ----------------------------------------------------------------------
@@ -320,33 +286,36 @@ def chatty_warnings(count: int) -> Any:
     return warn
 
 
+@over([SYNC])
 def test_warnings_of_others_are_kept_quiet_by_default(make: Make) -> None:
-    collector = make("sync", doing(chatty_warnings(3), at=5))
+    collector = make(doing(chatty_warnings(3), at=5))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
             collector.next()
 
 
+@over([SYNC])
 def test_warnings_of_others_are_shown_on_request(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swath, "filter_warnings_subprocess", False)
-    collector = make("sync", doing(chatty_warnings(1), at=5))
+    collector = make(doing(chatty_warnings(1), at=5))
     with pytest.warns(UserWarning, match=r"Worker 1: chatter 0 .*test_worker_errors.py"):
         deque(islice(collector, 3), maxlen=0)
 
 
+@over([STARTED])
 def test_more_warnings_than_the_channel_holds_do_no_harm(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody listens while they are made; what was begun must not tear the messages that follow."""
+    """They come faster than they are taken in; what was begun must not tear the messages that follow."""
     monkeypatch.setattr(swath, "filter_warnings_subprocess", False)
 
     def flood() -> None:
         for number in range(4000):
             warnings.warn(f"{number:08d}" * 40, UserWarning, stacklevel=1)
 
-    collector = make("start", doing(flood, at=5), total_frames=400)
-    until(lambda: collector.stats()["frames"] >= 400)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        collector = make(doing(flood, at=5), total_frames=400)
+        until(lambda: collector.stats()["frames"] >= 400)
         until(lambda: not collector.is_running())
     assert len(caught) > 100
     for warning in caught:
@@ -354,12 +323,13 @@ def test_more_warnings_than_the_channel_holds_do_no_harm(make: Make, monkeypatch
     assert collector.replay_buffer.write_count == 400
 
 
+@over([SYNC])
 def test_workers_that_print_a_lot(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
     def shout() -> None:
         for _ in range(2000):
             print("x" * 99)
 
-    collector = make("sync", doing(shout, at=5))
+    collector = make(doing(shout, at=5))
     for _ in range(3):
         assert_frames_belong(collector.next())
     collector.shutdown()
@@ -375,15 +345,16 @@ def close_sockets() -> None:
             continue
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_worker_that_closes_its_channel(make: Make, kind: str) -> None:
-    collector = make(kind, doing(close_sockets))
+@over(FALLIBLE)
+def test_a_worker_that_closes_its_channel(make: Make, kind: Kind) -> None:
+    collector = make(doing(close_sockets))
     with within(10):
         error = advance_until_it_raises(collector)
     assert isinstance(error, WorkerDiedError)
     assert error.index == 1
 
 
+@over([SYNC])
 def test_a_child_of_a_worker_that_outlives_it_keeps_nobody_waiting(make: Make) -> None:
     """It has the worker's descriptors, and holds them open."""
 
@@ -393,7 +364,7 @@ def test_a_child_of_a_worker_that_outlives_it_keeps_nobody_waiting(make: Make) -
         time.sleep(8)
         os._exit(0)
 
-    collector = make("sync", doing(fork_and_die))
+    collector = make(doing(fork_and_die))
     with within(4):
         error = advance_until_it_raises(collector)
     assert isinstance(error, WorkerDiedError)
@@ -403,8 +374,9 @@ def test_a_child_of_a_worker_that_outlives_it_keeps_nobody_waiting(make: Make) -
 # -- several threads -----------------------------------------------------------------------------------------------
 
 
+@over([STARTED])
 def test_several_threads_sample_while_one_looks_after_the_workers(make: Make) -> None:
-    collector = make("start", replay_buffer=buffer_of(prefetch=2))
+    collector = make(replay_buffer=buffer(batch_size=16, prefetch=2))
     errors: list[BaseException] = []
 
     def sample() -> None:
@@ -423,8 +395,9 @@ def test_several_threads_sample_while_one_looks_after_the_workers(make: Make) ->
     assert not errors
 
 
+@over([ASYNC])
 def test_weights_are_updated_from_another_thread(make: Make) -> None:
-    collector = make("async", policy=net())
+    collector = make(policy=net())
     errors: list[BaseException] = []
     is_over = threading.Event()
 

@@ -1,0 +1,445 @@
+"""Control: what is asked of a collector's workers, one in this process or several elsewhere, in the same way."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from swath.collectors.config import CommonConfig
+from swath.collectors.delivery import Delivery, FirstCome, Part
+from swath.collectors.free_running import FreeRunning
+from swath.collectors.kinds import check_kind
+from swath.collectors.profile import ProfileConfig
+from swath.collectors.roster import Roster
+from swath.collectors.weights_control import WeightsControl
+from swath.collectors.worker import Call, GetState, LoadState, Profile, Reset, SetHook, SetSeed
+from swath.data.episodes import Episodes
+from swath.keys import nest
+from swath.rollout.engine import Hook
+from swath.runtime.paths import follow
+from swath.runtime.pool import Pool
+from swath.seeding import checked_seed, next_seed
+
+SUMS = ("episodes", "idle_frames", "pending_frames", "dropped_frames", "time/env", "time/policy", "time/bookkeeping")
+"""Numbers of the workers that are added up."""
+
+
+class Control(ABC):
+    """Seeds, state, numbers, weights, hooks and attributes."""
+
+    config: CommonConfig
+    closed: bool
+    _pool: Pool[Part]
+    _delivery: Delivery
+    _roster: Roster
+    _weights: WeightsControl
+    _episodes: Episodes
+    _free: FreeRunning | None
+    _hooks: dict[str, Any]
+    _profile: ProfileConfig | None
+    _worker_idx: int | None
+    _iterating: bool
+    _last_state: dict[str, Any] | None
+
+    @abstractmethod
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """Stop and free everything."""
+
+    @abstractmethod
+    def _must_be_open(self) -> None:
+        """Raise if nothing can be asked any more."""
+
+    @abstractmethod
+    def _at_rest(self) -> AbstractContextManager[None]:
+        """A context in which nothing is collected in the background."""
+
+    @abstractmethod
+    def _stored(self, batch: TensorDictBase, worker: int = 0) -> TensorDictBase:
+        """`batch` where it is to lie."""
+
+    @property
+    @abstractmethod
+    def requested_frames_per_batch(self) -> int:
+        """Frames in a batch."""
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are."""
+        return self.config.workers
+
+    @property
+    def num_lanes(self) -> int:
+        """Over all workers."""
+        return self._delivery.terms.lanes * (len(self._pool.indices) or self.num_workers)
+
+    # -- asking workers ----------------------------------------------------------------------------------------
+
+    def _ask(
+        self, request: object, *, workers: Sequence[int] | None = None, what: str = "", discards_work: bool = False
+    ) -> dict[int, Any]:
+        """What each worker answers to `request`."""
+        chosen = self._pool.indices if workers is None else workers
+        return self._ask_each(dict.fromkeys(chosen, request), what=what, discards_work=discards_work)
+
+    def _ask_each(self, requests: dict[int, object], *, what: str = "", discards_work: bool = False) -> dict[int, Any]:
+        self._must_be_open()
+        with self._at_rest() if self._pool.carrier.is_local else nullcontext():
+            try:
+                first = next(iter(requests.values()), None)
+                return self._pool.ask(requests, what or type(first).__name__, discards_work=discards_work)
+            except BaseException:
+                if self._pool.failure is not None:
+                    self.shutdown(raise_on_error=False)
+                raise
+
+    def reset(
+        self,
+        index: Any = None,
+        *,
+        worker: int | Sequence[int] | None = None,
+        reset_idx: Sequence[bool] | None = None,
+    ) -> None:
+        """Begin new episodes with new ids.
+
+        Args:
+            index: which lanes, over all workers in order: indices, or True for each. All without one.
+            worker: which workers, in all of their lanes.
+            reset_idx: the same as TorchRL says it: True for each worker that is meant.
+        """
+        self._must_be_open()
+        if reset_idx is not None:
+            if len(reset_idx) != self.num_workers:
+                raise ValueError(f"reset() got {len(reset_idx)} choices for {self.num_workers} workers.")
+            worker = [one for one, is_meant in enumerate(reset_idx) if is_meant]
+        lanes, count = self._delivery.terms.lanes, self.num_workers
+        if worker is not None:
+            chosen = [worker] if isinstance(worker, int) else list(worker)
+            if unknown := [one for one in chosen if one not in self._pool.indices]:
+                raise ValueError(f"reset(worker={worker!r}): there is no worker {unknown[0]} in {self._pool.indices}.")
+            requests: dict[int, object] = dict.fromkeys(chosen, Reset())
+        elif index is None:
+            requests = dict.fromkeys(self._pool.indices, Reset())
+        else:
+            shape = self._delivery.terms.layout.batch_size
+            if not shape and count == 1:
+                raise RuntimeError("reset(index) chooses among lanes, but this env has no batch dimension.")
+            picked = torch.as_tensor(index)
+            numbers = torch.arange(lanes * count)  # the workers' lanes one after the other
+            if picked.dtype == torch.bool and picked.numel() == numbers.numel():
+                picked = picked.reshape(-1)
+            elif len(shape) > 1:
+                numbers = numbers.view(-1, *shape[1:])
+            found = numbers[picked if picked.numel() else picked.long()].unique().tolist()
+            requests = {}
+            for one in self._pool.indices:
+                own = tuple(lane - one * lanes for lane in found if one * lanes <= lane < (one + 1) * lanes)
+                if own:
+                    requests[one] = Reset(own)
+        with self._at_rest():
+            self._ask_each(requests)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed every lane and the policy's noise, and begin new episodes: the next batch depends on `seed` alone.
+
+        Returns a seed that is still unused.
+        """
+        seed = checked_seed(seed)
+        self._must_be_open()
+        self._roster.seed = (seed, static_seed)
+        with self._at_rest():
+            self._ask(SetSeed(seed, static_seed), discards_work=True)
+            self._delivery.discard()
+            self._episodes.clear()
+        return next_seed(seed, self.num_lanes, static_seed)
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, counters, ids, random streams and unfinished episodes: plain tensors, numbers and dicts.
+
+        Simulators cannot be saved: a restored collector begins new episodes. May be asked for at any moment.
+        """
+        if self.closed and self._last_state is not None:
+            return self._last_state
+        with self._at_rest():
+            return {
+                **self._worker_states(),
+                "frames": self._frames,
+                "iter": self._delivery.batches,
+                "policy_version": self.policy_version,
+                "trajectories": self._episodes.state_dict(),
+                "undelivered_frames": self._delivery.undelivered_frames,
+            }
+
+    _state_keys: tuple[str, ...] = ("workers", "frames", "iter")
+
+    def _worker_states(self) -> dict[str, Any]:
+        """The workers' part of a state."""
+        named = {f"worker{index}": state for index, state in self._ask(GetState()).items()}
+        return {**named, "workers": self.num_workers, "traj_pool": self._roster.next_number}
+
+    def _saved_states(self, state: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """The reverse: a state for each worker."""
+        saved = {i: state[f"worker{i}"] for i in range(self.num_workers) if f"worker{i}" in state}
+        if not saved or state.get("workers") != self.num_workers:
+            raise KeyError(
+                f"This is no state of a collector with {self.num_workers} workers: it has "
+                f"{state.get('workers', 'none')}."
+            )
+        any_of_them = next(iter(saved.values()))  # for a worker that had been dropped when the state was saved
+        return {index: saved.get(index, any_of_them) for index in self._pool.indices}
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Go on with the saved counters and weights, in new episodes with new ids."""
+        self._must_be_open()
+        if self._free is not None and self.num_workers > 1:
+            raise RuntimeError("This collector runs in the background: load the state before start().")
+        missing = [key for key in self._state_keys if key not in state_dict]
+        if missing:
+            raise KeyError(
+                f"This is no state of a collector such as {type(self).__name__}: it has no {', '.join(missing)}."
+            )
+        states = self._saved_states(state_dict)
+        with self._at_rest():
+            numbers = self._roster.renumbered(state_dict.get("traj_pool", 0))
+            requests: dict[int, object] = {i: LoadState(s, strict, numbers.get(i)) for i, s in states.items()}
+            self._ask_each(requests, discards_work=True)
+            self._delivery.discard(state_dict.get("undelivered_frames", 0))
+            self._episodes.clear()
+            self._weights.loaded(states, state_dict.get("policy_version", 0))
+            self._delivery.budget.spent = state_dict["frames"]
+            self._delivery.batches = state_dict["iter"]
+            if "trajectories" in state_dict:
+                self._episodes.load_state_dict(state_dict["trajectories"])
+                self._episodes.drop()  # their episodes cannot be gone on with
+
+    @property
+    def _frames(self) -> int:
+        """How many frames were delivered, or written to the buffer."""
+        running = 0 if self._free is None else self._delivery.frames_in_orders()
+        return self._delivery.budget.spent + running
+
+    def stats(self, workers: str = "aggregate") -> dict[str, Any]:
+        """Frames, episodes, recent returns, where the time went, and how the workers are, as a flat dict of numbers.
+
+        Args:
+            workers: "aggregate" for all together, "per_worker" for each (as `worker_0/frames`), or "both".
+        """
+        if workers not in ("aggregate", "per_worker", "both"):
+            raise ValueError(f'stats(workers=...) must be "aggregate", "per_worker" or "both", got {workers!r}.')
+        rows = {index: self._pool.carrier.report(index) for index in range(self.num_workers)}
+        found: dict[str, Any] = {}
+        if workers != "per_worker":
+            found.update(self._summary(list(rows.values())))
+        if workers != "aggregate":
+            found.update({f"worker_{i}/{name}": value for i, row in rows.items() for name, value in row.items()})
+        return found
+
+    def _summary(self, rows: list[dict[str, float]]) -> dict[str, Any]:
+        delivery, roster = self._delivery, self._roster
+        sums: dict[str, Any] = {name: sum(row[name] for row in rows) + roster.past[name] for name in SUMS}
+        sums = {name: value if name.startswith("time/") else int(value) for name, value in sums.items()}
+        frames, total = self._frames, self.config.total_frames
+        found = {
+            **sums,
+            "time/waiting": sum(row["time/waiting"] for row in rows),
+            "frames": frames,
+            "batches": delivery.batches,
+            "total_frames": total,
+            "completed": not delivery.budget.is_endless and frames >= total,
+            "requested_frames_per_batch": self.requested_frames_per_batch,
+            "policy_version": self.policy_version,
+            "pending_frames": sums["pending_frames"] + self._episodes.pending_frames,
+            "dropped_frames": sums["dropped_frames"] + self._episodes.dropped + delivery.discarded_frames,
+            "lost_frames": roster.lost_frames,
+            "slots_allocated": delivery.slots_allocated,
+            "workers": self.num_workers,
+            "workers_alive": 0 if self.closed else len(self._pool.carrier.alive()),
+            "worker_restarts": self._pool.restarts,
+        }
+        if not found["idle_frames"]:
+            del found["idle_frames"]
+        if busy := [row for row in rows if row["episodes"]]:
+            found["mean_return"] = sum(row["mean_return"] for row in busy) / len(busy)
+            found["mean_length"] = sum(row["mean_length"] for row in busy) / len(busy)
+        if isinstance(delivery, FirstCome) and self._free is None:
+            found |= {"policy_lag": delivery.lag, "max_policy_lag": delivery.worst_lag}
+            found["waiting_batches"] = len(self._pool.finished)
+        return found
+
+    # -- weights -----------------------------------------------------------------------------------------------
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        /,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        worker_ids: int | Sequence[int] | None = None,
+        model_id: str | None = None,
+        weights_dict: dict[str, Any] | None = None,
+        policy_weights: Any = None,
+    ) -> None:
+        """Act with new weights from the next batch on, and count one version up.
+
+        Without arguments they come from the policy that the collector was given. Otherwise they are a module, a
+        TensorDict, a (state) dict, or a dict of these by worker index; `model_id` or `weights_dict` name other models.
+        """
+        if not self._pool.carrier.is_local:
+            self._must_be_open()
+            self._attend()
+        self._weights.update(policy_or_weights, weights, policy, worker_ids, model_id, weights_dict, policy_weights)
+
+    def _attend(self) -> None:
+        """See to what has come from the workers, without waiting."""
+        try:
+            self._pool.attend(0.0)
+        except BaseException:
+            self._is_reported = True
+            self.shutdown(raise_on_error=False)
+            raise
+
+    @property
+    def policy_version(self) -> int:
+        """How often weights were updated; frames can tell with which version they were made."""
+        return self._weights.version
+
+    def get_policy_version(self) -> int:
+        """The same as `policy_version`."""
+        return self.policy_version
+
+    def increment_version(self) -> None:
+        """Count one version up, for weights that are the same or were changed in place."""
+        self._must_be_open()
+        self._weights.increment()
+
+    # -- hooks and profile -------------------------------------------------------------------------------------
+
+    @property
+    def pre_collect_hook(self) -> Callable[[], Any] | None:
+        """Called before every rollout, where it is made; may be replaced."""
+        return self._hooks["pre_collect_hook"]  # type: ignore[no-any-return]
+
+    @pre_collect_hook.setter
+    def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
+        self.set_pre_collect_hook(hook)
+
+    @property
+    def post_collect_hook(self) -> Hook | None:
+        """Called with every batch as it was collected, where it was made; may be replaced."""
+        return self._hooks["post_collect_hook"]  # type: ignore[no-any-return]
+
+    @post_collect_hook.setter
+    def post_collect_hook(self, hook: Hook | None) -> None:
+        self.set_post_collect_hook(hook)
+
+    def set_pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
+        """Replace the hook that is called before every rollout."""
+        self._set_hook("pre_collect_hook", hook)
+
+    def set_post_collect_hook(self, hook: Hook | None) -> None:
+        """Replace the hook that is called with every batch."""
+        self._set_hook("post_collect_hook", hook)
+
+    def _set_hook(self, name: str, hook: Any) -> None:
+        check_kind(name, hook, "Callable | None")
+        self._ask(SetHook(name, hook))
+        self._hooks[name] = hook
+        self._roster.hooks[name] = hook
+
+    def enable_profile(self, **options: Any) -> None:
+        """Trace the first rollouts of the chosen workers with torch's profiler; see `ProfileConfig` for the options."""
+        if self._iterating:
+            raise RuntimeError("Cannot enable profiling after iteration has begun: call it before the first batch.")
+        config = ProfileConfig(**options)
+        self._ask(Profile(config))
+        self._profile = config
+
+    def disable_profile(self) -> None:
+        """Stop tracing, and write the trace."""
+        self._ask(Profile(None))
+        self._profile = None
+
+    @property
+    def profile_config(self) -> ProfileConfig | None:
+        """How the collector is being profiled, if it is."""
+        return self._profile
+
+    def fake_tensordict(self) -> TensorDictBase:
+        """Zeros with exactly the layout of a batch."""
+        terms = self._delivery.terms
+        return self._zeros((*terms.layout.batch_size, terms.steps[0]))
+
+    def _zeros(self, batch_size: Sequence[int]) -> TensorDictBase:
+        layout = self._delivery.terms.layout
+        zeros = {
+            k: torch.zeros(*batch_size, *layout.leaves[k].shape, dtype=layout.leaves[k].dtype) for k in layout.delivered
+        }
+        names = [*(None,) * (len(batch_size) - 1), "time"]
+        return self._stored(TensorDict(nest(zeros), batch_size=batch_size, names=names))
+
+    # -- by name -----------------------------------------------------------------------------------------------
+
+    def get_distant_attr(self, path: str) -> Any:
+        """The object at `path`, such as `env.batch_size`, of each worker."""
+        return list(self._ask(Call("get_distant_attr", (path,)), what=repr(path)).values())
+
+    def cascade_execute(self, path: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the method at `path` in each worker; a plain attribute is returned as it is."""
+        return list(self._ask(Call("cascade_execute", (path, *args), kwargs), what=repr(path)).values())
+
+    def map_fn(
+        self,
+        name: str,
+        list_of_args: Sequence[Sequence[Any]],
+        list_of_kwargs: Sequence[dict[str, Any]] | None = None,
+    ) -> list[Any]:
+        """Call the method at `name` in each worker, with arguments of its own."""
+        kwargs = [{}] * len(list_of_args) if list_of_kwargs is None else list_of_kwargs
+        if not len(list_of_args) == len(kwargs) == self.num_workers:
+            raise ValueError(
+                f"Expected {self.num_workers} argument entries, one for each of {self.num_workers} workers, got "
+                f"{len(list_of_args)} in list_of_args and {len(kwargs)} in list_of_kwargs."
+            )
+        requests: dict[int, object] = {
+            index: Call("cascade_execute", (name, *list_of_args[index]), dict(kwargs[index]))
+            for index in self._pool.indices
+        }
+        return list(self._ask_each(requests, what=repr(name)).values())
+
+    def getattr_policy(self, name: str) -> Any:
+        """An attribute of the policy, by path; of worker 0's."""
+        return self._first(Call("getattr_policy", (name,)), name)
+
+    def getattr_env(self, name: str) -> Any:
+        """An attribute of the env, by path; of worker 0's."""
+        return self._first(Call("getattr_env", (name,)), name)
+
+    def getattr_rb(self, name: str) -> Any:
+        """An attribute of the replay buffer, by path."""
+        return follow(self.config.replay_buffer, name)
+
+    def _first(self, request: object, name: str) -> Any:
+        return next(iter(self._ask(request, workers=self._pool.indices[:1], what=repr(name)).values()))
+
+    @property
+    def worker_idx(self) -> int:
+        """The index of this collector among others. Ids are numbered with the one that the constructor was given."""
+        if self._worker_idx is None:
+            raise RuntimeError("This collector has no worker_idx; give it one in the constructor or set it.")
+        return self._worker_idx
+
+    @worker_idx.setter
+    def worker_idx(self, index: int) -> None:
+        self._worker_idx = index
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """The process ids of the workers."""
+        return [self._pool.carrier.pid(index) for index in self._pool.indices]

@@ -1,0 +1,386 @@
+"""Deliveries: which finished parts reach the consumer, in which order, and when a worker may start again.
+
+NOTE [Back-pressure]: with first-come delivery every worker has a few batches under way or waiting, no more. A batch
+that is delivered makes room for one more of the same worker. Nothing is ever dropped because the consumer is slow:
+workers then wait. As each worker has the same room and finished batches wait in one line, none can crowd out another.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from swath.collectors.worker import BatchLayout, Collect, Fill
+from swath.rollout.budget import FrameBudget
+from swath.rollout.loop import Receipt
+from swath.rollout.slots import Arena, Slot
+from swath.runtime.carrier import Place
+from swath.runtime.columns import Columns
+from swath.runtime.pool import LOOK_S, Pool, Work
+
+BULK_FRAMES = 1000
+"""So many frames are ordered in bulk, or one batch if that is more."""
+
+
+@dataclass(eq=False)
+class Part(Work):
+    """A worker's part of a batch: in a slot, or in the replay buffer."""
+
+    steps: int = 0
+    arena: Arena | None = None
+    slot: Slot | None = None
+    version: int = 0
+    """Of the weights when it was given out: it is done with these or newer ones."""
+    claim: object = None
+    """Keeps the slot for this part until it is delivered or forgotten; see NOTE [Slot ownership]."""
+
+    @property
+    def frames(self) -> int:
+        """How many frames were collected for it so far as is known."""
+        return self.receipt.frames if isinstance(self.receipt, Receipt) else 0
+
+    @property
+    def collected(self) -> Receipt:
+        """Its receipt, which it has when it is delivered."""
+        assert isinstance(self.receipt, Receipt)
+        return self.receipt
+
+
+@dataclass(frozen=True)
+class Terms:
+    """On what terms workers collect.
+
+    Attributes:
+        layout: what batches look like.
+        steps: how many steps each worker contributes to a batch.
+        writes: whether it goes into the replay buffer.
+        init_random_frames: act at random until so many frames are collected.
+        version: the number of the weights that were published last.
+    """
+
+    layout: BatchLayout
+    steps: dict[int, int]
+    writes: bool
+    init_random_frames: int
+    version: Callable[[], int]
+
+    @property
+    def lanes(self) -> int:
+        """Frames in a step of one worker."""
+        lanes = 1
+        for size in self.layout.batch_size:
+            lanes *= size
+        return lanes
+
+
+class Delivery(ABC):
+    """What all have in common: parts are ordered from workers, finished, and counted against the budget."""
+
+    def __init__(self, pool: Pool[Part], terms: Terms, budget: FrameBudget) -> None:
+        """Deliver what the workers of `pool` collect, until `budget` is spent."""
+        self.pool, self.terms, self.budget = pool, terms, budget
+        self.batches = 0
+        """How many were delivered."""
+        self._discarded = 0
+        self._arenas: dict[object, Arena] = {}
+        self._counted = dict.fromkeys(terms.steps, 0)
+        """Frames of each worker that have been counted."""
+
+    @abstractmethod
+    def next(self, *, in_bulk: bool = False) -> list[Part] | None:
+        """The parts of the next batch; None when the budget is spent.
+
+        With `in_bulk` it may be of several batches, where they go into a replay buffer: that spares messages.
+        """
+
+    @abstractmethod
+    def rollout(self) -> list[Part]:
+        """The parts of one batch in slots, wherever else batches go, and also when the budget is spent."""
+
+    def take_over(self, other: Delivery) -> None:
+        """Go on counting where another has stopped."""
+        self.batches, self._discarded = other.batches, other._discarded
+        self._counted, self._arenas = other._counted, other._arenas
+
+    @property
+    def slots_allocated(self) -> int:
+        """How many slots were ever allocated: constant in steady state."""
+        return sum(arena.allocated for arena in self._arenas.values())
+
+    @property
+    def undelivered_frames(self) -> int:
+        """Frames that are collected and wait."""
+        return sum(part.frames for part in list(self.pool.finished))
+
+    def settle(self) -> None:
+        """Wait for what is under way, and count what was written to the replay buffer of it."""
+        while self.pool.under_way:
+            self.pool.attend(LOOK_S)
+        if self.terms.writes:
+            for part in self.pool.finished:
+                self._count([part])
+            self.pool.finished.clear()
+
+    @property
+    def discarded_frames(self) -> int:
+        """Frames that were collected and given up on purpose: because of a new seed, or another state."""
+        unclaimed = [receipt for receipt in list(self.pool.unclaimed) if isinstance(receipt, Receipt)]
+        return self._discarded + sum(receipt.frames for receipt in unclaimed)
+
+    def discard(self, others: int = 0) -> None:
+        """Give up what was collected and not delivered; and so many frames that another collector has lost."""
+        self._discarded += self.undelivered_frames + others
+        self.pool.finished.clear()
+
+    def lost(self, index: int) -> None:
+        """A worker has failed: what it had written of an order to the replay buffer counts, and is not done again."""
+        if not self.terms.writes:
+            return
+        written = int(self.pool.carrier.report(index)["frames"]) - self._waiting(index)
+        frames, self._counted[index] = written - self._counted[index], written
+        parts = [part for part in self.pool.under_way if part.index == index]
+        if frames > 0 and parts:
+            self.budget.spend(frames)
+            left = max(1, parts[0].steps - frames // self.terms.lanes)
+            parts[0].steps, parts[0].request = left, Fill(left, self.terms.steps[index])
+
+    def restarted(self, index: int) -> None:
+        """A new worker counts from the beginning."""
+        self._counted[index] = -self._waiting(index)
+
+    def _waiting(self, index: int) -> int:
+        """Frames of a worker in parts that are finished and will be counted when they are delivered."""
+        return sum(part.frames for part in self.pool.finished if part.index == index)
+
+    def frames_in_orders(self) -> int:
+        """Frames that were written to the replay buffer for orders that are not finished."""
+        if not self.terms.writes:
+            return 0
+        reports = {index: self.pool.carrier.report(index) for index in self._counted}
+        return sum(max(0, int(report["frames"]) - self._counted[index]) for index, report in reports.items())
+
+    def _count(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            self.budget.spend(part.frames)
+            if part.index in self._counted:
+                self._counted[part.index] += part.frames
+        self.batches += 1
+
+    def _is_random(self, frames: int) -> bool:
+        """Whether a batch is to be random when so many frames were collected before."""
+        return frames < self.terms.init_random_frames
+
+    def _arena(self, key: object, batch_size: tuple[int, ...]) -> Arena:
+        if key not in self._arenas:
+            layout, lanes, carrier = self.terms.layout, self.terms.lanes, self.pool.carrier
+            rows = lanes * (batch_size[0] if len(batch_size) > len(layout.batch_size) else 1)
+
+            def lease(steps: int) -> Columns:
+                return carrier.lease(layout.leaves, (rows, steps), layout.device)
+
+            self._arenas[key] = Arena(lease, batch_size)
+        return self._arenas[key]
+
+    def _part(self, index: int, steps: int, random: bool, arena: Arena, slot: Slot, first_row: int = 0) -> Part:
+        place = Place(slot.memory, first_row, self.terms.lanes)
+        return Part(index, Collect(random), place, steps=steps, arena=arena, slot=slot, claim=slot.claim())
+
+
+class Barrier(Delivery):
+    """Each batch has a part of every worker; they wait while the consumer has it.
+
+    With one worker in this process this is direct collection.
+    """
+
+    def __init__(
+        self,
+        pool: Pool[Part],
+        terms: Terms,
+        budget: FrameBudget,
+        *,
+        joins: bool = False,
+        preemptive_threshold: float | None = None,
+    ) -> None:
+        """Collect with all workers.
+
+        Args:
+            pool: the workers.
+            terms: on which they collect.
+            budget: how many frames there are to collect.
+            joins: whether all parts lie in one slot, `[workers, *batch_size, T]`.
+            preemptive_threshold: that part of the workers is waited for; the others then stop where they are.
+        """
+        super().__init__(pool, terms, budget)
+        self._joins = joins
+        self._threshold = None if preemptive_threshold == 1.0 else preemptive_threshold
+
+    def next(self, *, in_bulk: bool = False) -> list[Part] | None:
+        """The parts of all workers."""
+        if self.budget.is_spent:
+            return None
+        shares = self._shares()
+        if self.terms.writes:
+            return self._await([Part(i, Fill(n, self.terms.steps[i]), steps=n) for i, n in shares.items()])
+        return self._await(self._lay_out(shares))
+
+    def rollout(self) -> list[Part]:
+        """The parts of all workers, in slots."""
+        return self._await(self._lay_out(self._shares()))
+
+    def _shares(self) -> dict[int, int]:
+        """How many steps each worker makes for the next batch: what the budget leaves of what was asked for."""
+        wanted = {index: self.terms.steps[index] for index in self.pool.indices}
+        if self.budget.is_endless or self.budget.is_spent:
+            return wanted
+        left, lanes = self.budget.total - self.budget.spent, self.terms.lanes
+        if len(set(wanted.values())) == 1:
+            steps = -(-left // (lanes * len(wanted)))
+            return {index: min(steps, most) for index, most in wanted.items()}
+        shares = {}
+        for index, most in wanted.items():
+            shares[index] = min(most, -(-max(left, 0) // lanes))
+            left -= shares[index] * lanes
+        return {index: steps for index, steps in shares.items() if steps}
+
+    def _lay_out(self, shares: dict[int, int]) -> list[Part]:
+        """A part for each worker, in one slot if all make the same number of steps."""
+        random, own, lanes = self._is_random(self.budget.spent), self.terms.layout.batch_size, self.terms.lanes
+        if self._joins and len(set(shares.values())) == 1:
+            arena = self._arena(("all", len(shares)), (len(shares), *own))
+            slot = arena.acquire(next(iter(shares.values())))
+            return [self._part(i, n, random, arena, slot, row * lanes) for row, (i, n) in enumerate(shares.items())]
+        arenas = {index: self._arena(index, own) for index in shares}
+        return [self._part(i, n, random, arenas[i], arenas[i].acquire(n)) for i, n in shares.items()]
+
+    def _await(self, parts: list[Part]) -> list[Part]:
+        """Have the parts collected, by those workers that are there."""
+        for part in parts:
+            self.pool.issue(part)
+        enough = None if self._threshold is None else int(len(parts) * self._threshold)
+        while not all(part.is_over for part in parts):
+            if enough is not None and sum(part.is_over for part in parts) >= enough:
+                for part in parts:
+                    self.pool.carrier.interrupt(part.index, part.ticket)
+                enough = None
+            self.pool.attend(LOOK_S)
+        done = [part for part in parts if part.receipt is not None]
+        self.pool.finished.clear()
+        self._count(done)
+        return done
+
+
+class FirstCome(Delivery):
+    """Each batch is of one worker, the one that was ready first; others go on meanwhile."""
+
+    def __init__(
+        self,
+        pool: Pool[Part],
+        terms: Terms,
+        budget: FrameBudget,
+        *,
+        slots_per_worker: int = 2,
+        max_staleness: int | None = None,
+    ) -> None:
+        """Let each worker have `slots_per_worker` batches under way or waiting.
+
+        With `max_staleness` workers wait so that no batch becomes older than so many versions.
+        """
+        super().__init__(pool, terms, budget)
+        self._slots, self._staleness = slots_per_worker, max_staleness
+        self._least = 0
+        """How many steps are ordered at least."""
+        self.lag = self.worst_lag = 0
+        """By how many versions the last batch was behind, and the worst."""
+
+    def next(self, *, in_bulk: bool = False) -> list[Part] | None:
+        """The part that was finished first; others are begun, as many as there is room for."""
+        if self.budget.is_spent:
+            return None
+        self._least = self._bulk() if in_bulk and self.terms.writes else 0
+        self._begin_more(ahead=1)
+        return self._next()
+
+    def rollout(self) -> list[Part]:
+        """The same in a slot; where nothing is under way, a worker is asked for one."""
+        if self.terms.writes:
+            self.settle()
+        elif not self.budget.is_spent:
+            self._begin_more(ahead=1)
+        if not self.pool.under_way and not self.pool.finished:
+            index = min(self.pool.indices, key=self.pool.last_ticket.__getitem__)
+            self.pool.issue(self._in_slot(index, self.terms.steps[index], self.budget.spent))
+        return self._next()
+
+    def _bulk(self) -> int:
+        """How many steps to order at a time, to spare messages; fewer towards the end, so that all have work."""
+        frames = BULK_FRAMES
+        if not self.budget.is_endless:
+            left = self.budget.total - self.budget.spent
+            frames = min(frames, left // (2 * self._slots * max(1, len(self.pool.indices))))
+        return frames // self.terms.lanes
+
+    def _next(self) -> list[Part]:
+        while (part := self._due()) is None:
+            self.pool.attend(LOOK_S)
+            if not self.budget.is_spent:
+                self._begin_more(ahead=1)
+        self.pool.finished.remove(part)
+        self._count([part])
+        self.lag = self.terms.version() - part.collected.version
+        self.worst_lag = max(self.worst_lag, self.lag)
+        if not self.budget.is_spent:
+            self._begin_more(ahead=0)
+        return [part]
+
+    def _due(self) -> Part | None:
+        """The finished part that is delivered next: the first, unless another would then become too old.
+
+        Each delivery may bring a new version. What remains must be deliverable, the oldest first, within
+        `max_staleness` versions of its own: otherwise the oldest is waited for.
+        """
+        finished, staleness = list(self.pool.finished), self._staleness
+        if staleness is None:
+            return finished[0] if finished else None
+        under_way = sorted([*finished, *self.pool.under_way], key=lambda part: part.version)
+        for part in finished:
+            others = (other for other in under_way if other is not part)
+            ages = [self.terms.version() + 1 + place - other.version for place, other in enumerate(others)]
+            if part is under_way[0] or all(age <= staleness for age in ages):
+                return part
+        return None
+
+    def _begin_more(self, ahead: int) -> None:
+        """Give out work while there is room: in each worker, in the budget, and (see `max_staleness`) in time.
+
+        A batch that is begun now will be delivered after those that wait; each delivery may bring a new version. With
+        `ahead` the consumer is asking for a batch, so that one more may be under way than while it has one.
+        """
+        pool = self.pool
+        for _ in range(self._slots):
+            waiting = [part.index for part in list(pool.finished)]
+            for index in sorted(pool.indices, key=pool.last_ticket.__getitem__):  # which has waited longest first
+                if pool.outstanding(index) + waiting.count(index) >= self._slots:
+                    continue
+                if self._staleness is not None and len(pool.under_way) + len(waiting) >= self._staleness + ahead:
+                    return
+                begun = self.budget.spent + self.undelivered_frames
+                begun += sum(part.steps for part in pool.under_way) * self.terms.lanes
+                steps = self.terms.steps[index]
+                steps *= max(1, self._least // steps)
+                if not self.budget.is_endless:
+                    steps = min(steps, max(0, -(-(self.budget.total - begun) // self.terms.lanes)))
+                if not steps:
+                    return
+                if self.terms.writes:
+                    part = Part(index, Fill(steps, self.terms.steps[index]), steps=steps)
+                    part.version = self.terms.version()
+                else:
+                    part = self._in_slot(index, steps, begun)
+                pool.issue(part)
+
+    def _in_slot(self, index: int, steps: int, begun: int) -> Part:
+        arena = self._arena(index, self.terms.layout.batch_size)
+        part = self._part(index, steps, self._is_random(begun), arena, arena.acquire(steps))
+        part.version = self.terms.version()
+        return part

@@ -1,0 +1,210 @@
+"""What `update_policy_weights_` does, in every collector."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from swath.collectors.delivery import Part
+from swath.collectors.free_running import FreeRunning
+from swath.collectors.worker import Adopt, GetLayout, GetWeights
+from swath.keys import POLICY_ID
+from swath.rollout.engine import Engine
+from swath.runtime.pool import Pool
+from swath.weights import Publisher, WeightLayout, flat_weights, for_worker, layers_of, load_weights, requested_weights
+
+Each = dict[int, dict[str, Any]]
+"""States, or weights, of each worker."""
+
+
+class WeightsControl:
+    """Publishes weights to the workers of a collector, under the next version."""
+
+    def __init__(
+        self, pool: Pool[Part], publisher: Publisher, given_policy: Any, workers: int, update_when: str | None = None
+    ) -> None:
+        """Publish to the workers of `pool`.
+
+        Args:
+            pool: the workers.
+            publisher: how weights get there.
+            given_policy: the user's policy, from which weights come by default.
+            workers: how many there are.
+            update_when: "before" or "after" each batch, if weights are to be published by themselves.
+        """
+        self._pool, self._publisher, self._given, self._workers = pool, publisher, given_policy, workers
+        self._when = update_when
+        self.free: FreeRunning | None = None
+        """The thread in which the collector runs, once it is started."""
+
+    @property
+    def version(self) -> int:
+        """How often weights were updated."""
+        return self._publisher.version
+
+    def before_batch(self) -> None:
+        """Publish, if that is to be done before each batch."""
+        if self._when == "before":
+            self.update()
+
+    def after_batch(self) -> None:
+        """Publish, if that is to be done after each batch."""
+        if self._when == "after":
+            self.update()
+
+    def update(
+        self,
+        positional: Any = None,
+        weights: Any = None,
+        policy: Any = None,
+        worker_ids: int | Sequence[int] | None = None,
+        model_id: str | None = None,
+        weights_dict: dict[str, Any] | None = None,
+        policy_weights: Any = None,
+    ) -> None:
+        """Find out which weights are meant, and publish them: all or, if one does not fit, none."""
+        if policy_weights is not None:
+            warnings.warn("policy_weights is an old name; use weights.", DeprecationWarning, stacklevel=3)
+            if weights is not None:
+                raise ValueError("policy_weights is the old name of weights: give one of them.")
+            weights = policy_weights
+        requested = requested_weights(positional, weights, policy, model_id, weights_dict)
+        chosen = [worker_ids] if isinstance(worker_ids, int) else worker_ids
+        self._update(requested, None if chosen is None else list(chosen))
+
+    def _update(self, requested: dict[str, Any], chosen: list[int] | None) -> None:
+        everyone = self._pool.indices
+        if chosen is None and all(for_worker({m: source}, -1) for m, source in requested.items()):
+            ready = {model_id: self._named(model_id, source) for model_id, source in requested.items()}
+            self._publisher.version += 1
+            for model_id, weights in ready.items():
+                self._publisher.publish(model_id, weights, everyone)
+            return
+        chosen = everyone if chosen is None else chosen
+        if unknown := [index for index in chosen if index not in range(self._workers)]:
+            raise ValueError(f"worker_ids={unknown} do not exist: there are {self._workers} workers.")
+        each: Each = {
+            index: {m: self._named(m, source) for m, source in for_worker(requested, index).items()} for index in chosen
+        }
+        self._publisher.version += 1
+        for index, models in each.items():
+            for model_id, weights in models.items():
+                self._publisher.publish_to(index, model_id, weights)
+
+    def _named(self, model_id: str, source: Any) -> dict[str, Any]:
+        """Weights by the names that the workers' model has for them."""
+        if not self._publisher.knows(model_id):
+            self._open(model_id)
+        if source is None:
+            if self._given is None:
+                raise RuntimeError(
+                    "Workers have made the policy themselves, so that there is none here to take weights from: give "
+                    "them, as in update_policy_weights_(policy)."
+                )
+            if not isinstance(self._given, nn.Module):
+                raise RuntimeError(
+                    f"The policy is {type(self._given).__name__}, no module, so that it has no weights that "
+                    "could be published: workers keep the copy that they were sent. Give a torch.nn.Module."
+                )
+            source = self._given
+        return self._publisher.layout(model_id).named(flat_weights(source))
+
+    def _open(self, model_id: str) -> None:
+        """Make a store for a model that only the workers have."""
+        first = self._pool.indices[0]
+        layout = self._pool.ask({first: GetLayout(model_id)}, repr(model_id))[first]
+        assert isinstance(layout, WeightLayout)
+        self._publisher.add(model_id, layout, self._pool.indices)
+
+    def increment(self) -> None:
+        """Publish the weights that workers have under the next version."""
+        self._publisher.version += 1
+        if self._publisher.knows(POLICY_ID):
+            self._publisher.publish(POLICY_ID, {}, self._pool.indices)
+
+    def publish_first(self, layout: WeightLayout | None, may_differ: bool) -> None:
+        """Version 0: all workers act with the same weights, also where each has made its own policy."""
+        if layout is None:
+            return
+        self._publisher.add(POLICY_ID, layout, self._pool.indices)
+        given = self._given
+        if isinstance(given, nn.Module) and not any(map(is_lazy, (*given.parameters(), *given.buffers()))):
+            weights = flat_weights(given)
+        elif may_differ:
+            return
+        else:
+            weights = self._pool.ask({0: GetWeights()}, "policy")[0]  # type: ignore[assignment]
+            if isinstance(given, nn.Module):  # it was lazy until a worker has called it
+                layer, prefix = list(layers_of(given))[-1], layout.prefixes[-1]
+                layer.load_state_dict({name.removeprefix(prefix): w for name, w in weights.items()})
+        self._publisher.publish(POLICY_ID, layout.named(weights), self._pool.indices)
+
+    def loaded(self, states: Each, version: int) -> None:
+        """Workers have loaded a state: publish its weights, so that workers to come get them too."""
+        weights = {i: state["policy_state_dict"] for i, state in states.items() if "policy_state_dict" in state}
+        if not weights or not self._publisher.knows(POLICY_ID):
+            self._publisher.version = version
+            return
+        first = weights[min(weights)]
+        tensors = self._publisher.layout(POLICY_ID).tensors
+        self._publisher.reset(POLICY_ID, first, version, self._pool.indices)
+        for index, own in weights.items():
+            if any(not torch.equal(own[name], first[name]) for name in tensors if name in first):
+                self._publisher.publish_to(index, POLICY_ID, own)
+
+
+class InPlaceWeights(WeightsControl):
+    """The same for an engine in this process, which may act with the very tensors that the user trains."""
+
+    def __init__(self, pool: Pool[Part], publisher: Publisher, engine: Engine, worker: int) -> None:
+        """Update `engine`, the worker of that index."""
+        super().__init__(pool, publisher, engine.given_policy, 1)
+        self._engine, self._worker = engine, worker
+
+    def _update(self, requested: dict[str, Any], chosen: list[int] | None) -> None:
+        mine = for_worker(requested, self._worker)
+        if not mine or (chosen is not None and self._worker not in chosen):
+            return
+        engine = self._engine
+        for model_id in mine:
+            engine.find_model(model_id)  # which raises if there is none
+        others = {}
+        for model_id, source in mine.items():
+            is_own = model_id == POLICY_ID and (
+                source is None or any(source is layer for layer in layers_of(engine.given_policy))
+            )
+            if is_own and engine.policy is engine.given_policy:
+                continue  # trained in place
+            others[model_id] = self._named(model_id, None if is_own else source)
+        self._publisher.version += 1
+        for model_id, weights in others.items():
+            if self._pool.indices:
+                self._publisher.publish(model_id, weights, self._pool.indices)
+            else:  # it is shut down: nothing acts any more, but the policy may be looked at
+                load_weights(engine.model_to_load(model_id), weights)
+        self._take_now()
+
+    def _take_now(self) -> None:
+        if self.free is None or not self.free.is_busy:  # otherwise they are adopted between two batches
+            self._pool.ask(dict.fromkeys(self._pool.indices, Adopt()), "new weights")
+            self._engine.version = self._publisher.version
+
+    def _open(self, model_id: str) -> None:
+        """Make a store; the engine may be busy, and need not be asked."""
+        layout = WeightLayout.of(self._engine.find_model(model_id))
+        self._publisher.add(model_id, layout, self._pool.indices)
+
+    def increment(self) -> None:
+        """Count one version up."""
+        self._publisher.version += 1
+        self._engine.version = self._publisher.version
+
+    def loaded(self, states: Each, version: int) -> None:
+        """The engine has loaded weights into its policy: what was published before is older."""
+        super().loaded(states, version)
+        self._engine.version = version

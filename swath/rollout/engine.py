@@ -1,0 +1,434 @@
+"""Engine: the object that makes experience. Every collector has one, here or in its workers.
+
+It knows its env, its policy and the replay buffer that it may write to; it has no budget, no thread, no process and no
+delivery, and resumes exactly where the last slot ended.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from swath.data import ReplayBuffer
+from swath.data.episodes import Episodes
+from swath.envs import EnvBase, as_env
+from swath.errors import ClosedError, suggestion
+from swath.keys import POLICY_ID, STEP_COUNT, Key
+from swath.modules import RandomPolicy, as_policy
+from swath.rollout.buffer_writer import BufferWriter
+from swath.rollout.loop import Interruptor, LoopSettings, Receipt, RolloutLoop
+from swath.rollout.slots import Arena, Slot, batch_of
+from swath.runtime import compiler
+from swath.runtime.columns import Columns, Leaf
+from swath.runtime.paths import follow
+
+Hook = Callable[[TensorDictBase], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(LoopSettings):
+    """What an engine needs to know beside its env and policy.
+
+    Attributes:
+        reset_at_each_iter: begin new episodes with each batch.
+        pre_collect_hook: called before every rollout.
+        post_collect_hook: called with every batch as it was collected.
+        compile_policy: compile the policy; True, or arguments for `torch.compile`.
+        cudagraph_policy: run the policy as a CUDA graph; True, or arguments for `CudaGraphModule`.
+        shares_policy: whether the policy that is given is trained elsewhere in this process: weights that come from
+            elsewhere are then taken by a copy of it.
+        replay_buffer: where `write` writes.
+        extend_buffer: whether it does so once per batch, or after every step.
+        init_random_frames: act at random until so many frames are in the buffer.
+        whole_episodes: write complete episodes only.
+        trajs_per_write: how many of them at a time; by default all that are complete.
+        transform: what is done to a batch before it is written.
+    """
+
+    reset_at_each_iter: bool = False
+    pre_collect_hook: Callable[[], Any] | None = None
+    post_collect_hook: Hook | None = None
+    compile_policy: bool | Mapping[str, Any] = False
+    cudagraph_policy: bool | Mapping[str, Any] = False
+    shares_policy: bool = False
+    replay_buffer: Any = None
+    extend_buffer: bool = True
+    init_random_frames: int = 0
+    whole_episodes: bool = False
+    trajs_per_write: int | None = None
+    transform: Callable[[TensorDictBase], TensorDictBase] | None = None
+
+
+class Engine:
+    """Runs a policy in an env: into slots, or into a replay buffer.
+
+    Attributes:
+        env: what is stepped.
+        policy: what acts.
+        given_policy: what it was given; `policy` may be a copy of it.
+        version: the number of the weights that it acts with.
+    """
+
+    def __init__(self, env: EnvBase, policy: Any, settings: EngineSettings) -> None:
+        """Reset the env and find out what batches look like. `policy` is anything that `as_policy` understands."""
+        env.must_be_open()
+        self.env, self.settings = env, settings
+        self._check_env()
+        env.introduce_to(policy)
+        self.given_policy = policy if settings.opaque_policy and policy is not None else as_policy(policy, env)
+        self.policy = self._placed(self.given_policy)
+        with torch.inference_mode(False):  # rows and batches must be ordinary tensors
+            self._loop = RolloutLoop(env, self._as_called(self.policy), settings)
+        self._writer = None if settings.replay_buffer is None else self._new_writer(settings.replay_buffer)
+        self._arena = Arena(self._private, env.batch_size)
+        """Slots of our own, for what is written to the buffer."""
+        self._episodes = Episodes()
+        self._is_fresh = True
+        """Whether all lanes are where a reset has left them."""
+        self._paused_at: float | None = None
+        self._is_in_thread = False
+        self.is_closed = False
+
+    @classmethod
+    def make(
+        cls,
+        create_env_fn: Any,
+        policy: Any,
+        settings: EngineSettings,
+        *,
+        policy_factory: Callable[[], Any] | None = None,
+        create_env_kwargs: dict[str, Any] | None = None,
+        worker: int | None = None,
+        check: Callable[[EnvBase], None] | None = None,
+    ) -> Engine:
+        """An engine from an env or a factory of one; as a `worker` among others, lanes are numbered over all of them.
+
+        `check` may refuse the env.
+        If that fails, an env that was made for it is closed; one that was given may be used again.
+        """
+        env = as_env(create_env_fn, create_env_kwargs)
+        try:
+            if check is not None:
+                check(env)
+            if worker is not None:
+                env.first_lane = worker * env.num_lanes
+            return cls(env, policy if policy_factory is None else policy_factory(), settings)
+        except BaseException:
+            if callable(create_env_fn) and create_env_fn is not env:
+                env.close()
+            raise
+
+    def _check_env(self) -> None:
+        env, settings = self.env, self.settings
+        if settings.max_frames_per_traj is not None and STEP_COUNT in env.observation_keys:
+            raise ValueError(
+                f"max_frames_per_traj={settings.max_frames_per_traj} counts steps in {STEP_COUNT!r}, but the env "
+                "writes an entry of that name already. Let one of them go."
+            )
+        if settings.set_truncated and not env.has_truncated:
+            raise RuntimeError(f"set_truncated=True needs a 'truncated' entry, which {env!r} has not.")
+
+    def _placed(self, policy: Any) -> Any:
+        """The user's policy, or a copy of it where it lies on another device."""
+        device = self.settings.policy_device
+        if device is not None and isinstance(policy, nn.Module):
+            places = {tensor.device for tensor in (*policy.parameters(), *policy.buffers())}
+            if places and places != {device}:
+                return copy.deepcopy(policy).to(device)
+        return policy
+
+    def _as_called(self, policy: Any) -> Any:
+        """The policy as the loop calls it: compiled or recorded as a CUDA graph, if so asked."""
+        compiled, graph = self.settings.compile_policy, self.settings.cudagraph_policy
+        if compiled:
+            compiler.make_ready()
+            policy = torch.compile(policy, **(compiled if isinstance(compiled, Mapping) else {}))
+        if graph:
+            from tensordict.nn import CudaGraphModule
+
+            policy = CudaGraphModule(policy, **(graph if isinstance(graph, Mapping) else {}))
+        return policy
+
+    def _new_writer(self, buffer: Any) -> BufferWriter:
+        writer = BufferWriter(buffer, self.env.batch_size)
+        if self.settings.whole_episodes and not writer.is_flat:
+            raise ValueError(
+                "trajs_per_batch writes whole episodes one after the other, for which a storage with lanes (ndim above "
+                "1) has no place: use ndim=1."
+            )
+        return writer
+
+    # -- what batches look like --------------------------------------------------------------------------------
+
+    @property
+    def leaves(self) -> dict[Key, Leaf]:
+        """Shape and dtype of every column of a slot."""
+        return self._loop.leaves
+
+    @property
+    def delivered(self) -> list[Key]:
+        """The keys of a batch, in order."""
+        return self._loop.delivered
+
+    @property
+    def num_lanes(self) -> int:
+        """How many frames a step makes."""
+        return self.env.num_lanes
+
+    def _private(self, steps: int) -> Columns:
+        return Columns(self.leaves, (self.num_lanes, steps), device=self.env.rows_device)
+
+    # -- collecting --------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The number of the weights that it acts with."""
+        return self._loop.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._loop.version = version
+
+    def collect(self, slot: Slot, *, random: bool = False) -> Receipt:
+        """Fill `slot`, and call the hooks."""
+        receipt = self._fill(slot, random)
+        hook = self.settings.post_collect_hook
+        if hook is not None:
+            hook(batch_of(slot, self.delivered, receipt.steps))
+        self._paused_at = perf_counter()
+        return receipt
+
+    def collect_elsewhere(self, slot: Slot, *, random: bool = False) -> Receipt:
+        """The same for an env whose rows lie on a device that cannot write to the slot's memory."""
+        private = self._arena.acquire(slot.steps)
+        receipt = self.collect(private, random=random)
+        for key, tensor in slot.tensors.items():
+            tensor.copy_(private.tensors[key])
+        return receipt
+
+    def _fill(self, slot: Slot, random: bool, begins: bool = True) -> Receipt:
+        """Fill a slot; `begins` says whether a batch begins with it."""
+        if self.is_closed:
+            raise ClosedError("This collector is shut down; make a new one.")
+        if self._paused_at is not None:
+            self._loop.stats.timings.waiting += perf_counter() - self._paused_at
+            self._paused_at = None
+        if begins and self.settings.pre_collect_hook is not None:
+            self.settings.pre_collect_hook()
+        if self.env.stepped_by is not self._loop.lanes:
+            warnings.warn(f"{self.env!r} was used elsewhere meanwhile: all episodes begin anew.", stacklevel=3)
+            self.reset()
+        if begins and self.settings.reset_at_each_iter and not self._is_fresh:
+            self.reset()
+        self._is_fresh = False
+        with torch.inference_mode(False):  # batches are trained on, wherever they are asked for
+            return self._loop.collect(slot, random=random)
+
+    def write(self, steps: int) -> Receipt:
+        """Collect `steps` steps into the replay buffer; less if it is interrupted."""
+        writer, settings = self._writer, self.settings
+        if writer is None:
+            raise RuntimeError("This collector has no replay buffer to fill; give it one in the constructor.")
+        begin = self._loop.steps
+        if settings.extend_buffer:
+            receipt = self._write_once(writer, steps)
+        else:
+            frames = 0
+            for step in range(steps):
+                receipt = self._write_once(writer, 1, begins=step == 0)
+                frames += receipt.frames
+                if self._loop.was_stopped:
+                    break
+            receipt = replace(receipt, begin=begin, steps=self._loop.steps - begin, frames=frames)
+        self._paused_at = perf_counter()
+        return receipt
+
+    def _write_once(self, writer: BufferWriter, steps: int, begins: bool = True) -> Receipt:
+        settings, slot = self.settings, self._arena.acquire(steps)
+        random = bool(settings.init_random_frames) and writer.frames_written < settings.init_random_frames
+        receipt = self._fill(slot, random, begins)
+        is_changed = settings.transform is not None or settings.post_collect_hook is not None
+        if writer.takes_columns and not settings.whole_episodes and not is_changed:
+            writer.write_slot(slot, self.delivered, receipt.steps)  # the data's only copy
+            return receipt
+        batch = batch_of(slot, self.delivered, receipt.steps)
+        if settings.post_collect_hook is not None:
+            settings.post_collect_hook(batch)
+        if not settings.whole_episodes:
+            writer.write_batch(batch if settings.transform is None else settings.transform(batch))
+            return receipt
+        self._episodes.add(batch, begin=receipt.begin)
+        del batch  # its frames are copied: the slot may be used for the next
+        at_a_time = settings.trajs_per_write or max(self._episodes.ready, 1)
+        while self._episodes.ready >= at_a_time:
+            self._write_episodes(writer, at_a_time)
+        return receipt
+
+    def _write_episodes(self, writer: BufferWriter, count: int) -> None:
+        lengths = self._episodes.lengths(count)
+        episodes = self._episodes.take(count, "cat")
+        transform = self.settings.transform
+        writer.write_episodes(episodes if transform is None else transform(episodes), lengths)
+
+    def finish_episodes(self) -> None:
+        """All frames are collected: complete episodes that wait are written, the rest is given up and counted."""
+        if self._writer is not None and self._episodes.ready and not self.is_closed:
+            self._write_episodes(self._writer, self._episodes.ready)
+        self._episodes.clear()
+
+    def break_off(self) -> None:
+        """What is collected next does not go to the buffer: what is written after it does not continue what was."""
+        if self._writer is not None:
+            self._writer.interrupt()
+
+    def watch(self, interruptor: Interruptor | None, may_wait: Callable[[], bool] | None) -> None:
+        """Ask `interruptor` after every step, and `may_wait` while the replay buffer makes us wait."""
+        self._loop.settings = replace(self._loop.settings, interruptor=interruptor)
+        if self._writer is not None:
+            self._writer.stopping = may_wait
+
+    def move_to_thread(self) -> None:
+        """From now on leave alone what belongs to the whole process: another thread trains beside."""
+        self.own_policy()
+        self._loop.move_to_background()
+        self._is_in_thread = True
+
+    # -- control -----------------------------------------------------------------------------------------------
+
+    def set_hook(self, name: str, hook: Any) -> None:
+        """Replace `pre_collect_hook` or `post_collect_hook`."""
+        self.settings = replace(self.settings, **{name: hook})
+
+    def reset(self, lanes: Sequence[int] | None = None) -> None:
+        """Begin new episodes with new ids: in all lanes, or in some."""
+        chosen = list(range(self.num_lanes)) if lanes is None else list(lanes)
+        if chosen:
+            with self._loop.randomness.applied():
+                self._loop.lanes.restart(chosen)
+            self.break_off()
+            self._is_fresh = self._is_fresh or lanes is None
+
+    def set_seed(self, seed: int, static_seed: bool = False, worker: int = 0) -> int:
+        """Seed every lane and the policy's noise, and begin new episodes: what comes next depends on `seed` alone."""
+        self._loop.randomness.seed(seed, worker)
+        with self._loop.randomness.applied():  # an env may seed torch's own generator, and draw from it
+            following = self.env.set_seed(seed, static_seed)
+        self._episodes.clear()
+        ids = self._loop.lanes.ids
+        before = (ids.count, ids.current.copy())
+        self.reset()
+        if not self._loop.stats.frames:  # no frame has an id yet, so none needs a new one
+            ids.count, ids.current = before
+        return following
+
+    def renumber(self, number: int) -> None:
+        """Number trajectories as worker `number`, from the first on."""
+        self._loop.lanes.ids.renumber(number)
+
+    def stats(self) -> dict[str, float]:
+        """Frames, episodes, recent returns and lengths, and where the time went."""
+        return {
+            **self._loop.stats.summary(),
+            "policy_version": self.version,
+            "pending_frames": self._episodes.pending_frames,
+            "dropped_frames": self._episodes.dropped,
+        }
+
+    @property
+    def policy_stages(self) -> list[str]:
+        """How the policy ran in the last batch."""
+        return self._loop.policy.stages
+
+    # -- weights -----------------------------------------------------------------------------------------------
+
+    def get_model(self, model_id: str) -> Any:
+        """The model of that name: "policy", or a path from the engine."""
+        return self.policy if model_id == POLICY_ID else follow(self, model_id)
+
+    def find_model(self, model_id: str) -> nn.Module:
+        """The same, if it has weights."""
+        try:
+            model = self.get_model(model_id)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise KeyError(
+                f"There is no model {model_id!r} in this collector; 'policy' is its policy, others are found by their "
+                f"path, as in 'env.envs[0].module'.{suggestion(model_id, ['policy', 'env'])}"
+            ) from error
+        if not has_weights(model):
+            raise RuntimeError(f"{model_id!r} is {type(model).__name__}, which has no weights to update.")
+        return model  # type: ignore[no-any-return]
+
+    def model_to_load(self, model_id: str) -> nn.Module:
+        """The model that takes weights from elsewhere: they must not end up in a policy that the user is training."""
+        if model_id == POLICY_ID and self.settings.shares_policy:
+            self.own_policy()
+        return self.find_model(model_id)
+
+    def own_policy(self) -> None:
+        """Act with a copy of the policy that was given, if it is that very object."""
+        if self.policy is self.given_policy and isinstance(self.policy, nn.Module):
+            self.policy = copy.deepcopy(self.policy)
+            self._loop.policy.exchange(self._as_called(self.policy))
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, ids, random stream and unfinished episodes. Simulators cannot be saved."""
+        state: dict[str, Any] = {
+            "env_state_dict": self.env.state_dict(),
+            "traj_pool": self._loop.lanes.ids.count,
+            "policy_version": self.version,
+            "randomness": self._loop.randomness.state_dict(),
+            "unwritten": self._episodes.state_dict(),
+        }
+        if isinstance(self.policy, nn.Module):
+            weights = self.policy.state_dict()
+            if self._is_in_thread:  # which goes on changing them
+                weights = {name: w.clone() if isinstance(w, torch.Tensor) else w for name, w in weights.items()}
+            state["policy_state_dict"] = weights
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Go on with the saved weights and streams, in new episodes with new ids."""
+        weights = state.get("policy_state_dict")
+        if weights is not None:
+            if not isinstance(self.policy, nn.Module):
+                raise ValueError("The state holds weights, but this collector's policy has none.")
+            self.policy.load_state_dict(weights, strict=strict)
+        self.version = state.get("policy_version", 0)
+        self._loop.randomness.load_state_dict(state.get("randomness"))
+        with self._loop.randomness.applied():
+            self.env.load_state_dict(state["env_state_dict"])
+        self.reset()
+        self._loop.lanes.ids.restore(state["traj_pool"])
+        if "unwritten" in state:
+            self._episodes.load_state_dict(state["unwritten"])
+            self._episodes.drop()  # their episodes cannot be gone on with
+
+    def close(self) -> None:
+        """Close the env."""
+        self.is_closed = True
+        self.env.close()
+
+
+def has_weights(model: Any) -> bool:
+    """Whether `model` is a module that can be given weights: no function, and no wrapper of one."""
+    if isinstance(model, TensorDictModule) and not isinstance(model.module, nn.Module):
+        return False
+    return isinstance(model, nn.Module) and not isinstance(model, RandomPolicy)
+
+
+def writer_number(replay_buffer: Any, worker: int | None) -> int:
+    """What tells an engine's trajectories from those of others; a buffer has a number for each that writes to it."""
+    if worker is None and isinstance(replay_buffer, ReplayBuffer):
+        return replay_buffer.enrol()
+    return worker or 0

@@ -1,0 +1,161 @@
+"""Slots: the memory that batches are made of.
+
+NOTE [Slot ownership]: a slot is filled by an engine, then handed to the consumer, and comes back by itself. Each
+delivery wraps the slot's memory in fresh array objects, over which the delivered tensors lie. The slot only remembers
+these arrays weakly: when the last tensor, view or slice of the batch has died, so have they, and the slot may be filled
+again. While it is being filled elsewhere, and there is nothing to hand out yet, a claim counts the same. A batch of
+which anything is kept is therefore never overwritten, and one that is let go costs no allocation.
+Nothing is called when a batch dies; the arena looks when it needs a slot, and only at a few, however many are kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from swath.keys import Key, nest
+from swath.runtime.columns import Columns
+
+SPARE_SLOTS = 2
+"""Free slots that are kept for later; more than that is what a consumer once held and has let go."""
+LOOKS = 8
+"""How many slots in use are looked at, in turn, whenever one is needed."""
+FEW = 16
+"""Slots that may each keep a descriptor."""
+
+
+class Slot:
+    """Columns `[N, T, ...]` of every entry: lane-major, so that a batch and each of its episodes is contiguous."""
+
+    def __init__(self, memory: Columns, batch_size: tuple[int, ...]) -> None:
+        """Fill and hand out `memory` `[N, T]`: private, shared with another process, or on an accelerator."""
+        self.memory = memory
+        self.batch_size = batch_size
+        self.lanes, self.steps = memory.shape
+        self.is_retired = False
+        self._handed_out: list[weakref.ref[np.ndarray]] = []
+        self._take(memory.tensors)
+        _slots[id(memory)] = self
+
+    @staticmethod
+    def over(memory: Columns, batch_size: tuple[int, ...]) -> Slot:
+        """The slot of this memory, which may exist already."""
+        return _slots.get(id(memory)) or Slot(memory, batch_size)
+
+    def _take(self, tensors: Mapping[Key, Tensor]) -> None:
+        self.tensors = dict(tensors)
+        self._is_on_cpu = all(tensor.device.type == "cpu" for tensor in tensors.values())
+        self.columns: dict[Key, Any] = {
+            key: tensor.numpy() if self._is_on_cpu else tensor for key, tensor in tensors.items()
+        }
+        """Arrays on the CPU, tensors elsewhere."""
+
+    def array(self, key: Key) -> np.ndarray:
+        """The column `key` as an array; a copy of it, if it lies on another device."""
+        column = self.columns[key]
+        return column if isinstance(column, np.ndarray) else column.cpu().numpy()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether there is no claim to it, and nothing of the last delivery is held."""
+        if any(ref() is not None for ref in self._handed_out):
+            return False
+        self._handed_out.clear()
+        return True
+
+    def claim(self) -> object:
+        """Something that keeps the slot from being used for anything else for as long as it is held."""
+        claim = np.empty(0)
+        self._handed_out.append(weakref.ref(claim))
+        return claim
+
+    def hand_out(self, keys: Iterable[Key], steps: int) -> dict[Key, Tensor]:
+        """Ordinary tensors `[*batch_size, steps, ...]` of the entries `keys`, over the slot's memory.
+
+        A slot that is not full is copied instead where its lanes would not lie behind each other.
+        """
+        entries: dict[Key, Tensor] = {}
+        for key in keys:
+            if self._is_on_cpu:
+                fresh = self.columns[key].view()
+                self._handed_out.append(weakref.ref(fresh))
+                tensor = torch.from_numpy(fresh)
+            else:
+                tensor = self.tensors[key]
+            if steps < self.steps:
+                tensor = tensor[:, :steps].contiguous()
+            if len(self.batch_size) == 0:
+                tensor = tensor[0]
+            elif len(self.batch_size) > 1:
+                tensor = tensor.unflatten(0, self.batch_size)
+            entries[key] = tensor
+        if not self._is_on_cpu:  # an accelerator's allocator caches by itself
+            self._take({key: torch.zeros_like(tensor) for key, tensor in self.tensors.items()})
+        return entries
+
+
+_slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
+"""By the identity of their memory, which they hold."""
+
+
+@torch.inference_mode(False)  # batches are trained on, wherever they are asked for
+def batch_of(slot: Slot, keys: Iterable[Key], steps: int) -> TensorDictBase:
+    """The first `steps` steps of a slot as a batch `[*batch_size, steps]`, over its memory."""
+    return named_batch(slot.hand_out(keys, steps), (*slot.batch_size, steps))
+
+
+def named_batch(entries: Mapping[Key, Tensor], batch_size: tuple[int, ...]) -> TensorDictBase:
+    """A batch whose last dimension is time."""
+    return TensorDict(nest(entries), batch_size=batch_size, names=[*(None,) * (len(batch_size) - 1), "time"])
+
+
+class Arena:
+    """Hands out free slots of one layout.
+
+    A consumer may keep any number of batches, but a process may only have so many descriptors. So, where there are
+    many slots in shared memory, the descriptor of one that is delivered is closed, and it is not used again.
+    """
+
+    def __init__(self, allocate: Callable[[int], Columns], batch_size: Iterable[int]) -> None:
+        """Take memory from `allocate`, a function of the number of steps, when a slot is needed."""
+        self.allocated = 0
+        """How many slots were ever allocated: constant in steady state."""
+        self._allocate = allocate
+        self._batch_size = tuple(batch_size)
+        self._in_use: deque[Slot] = deque()
+        self._free: list[Slot] = []
+
+    def __len__(self) -> int:
+        """How many slots there are now."""
+        return len(self._in_use) + len(self._free)
+
+    def acquire(self, steps: int) -> Slot:
+        """A free slot of `steps` steps."""
+        for _ in range(min(LOOKS, len(self._in_use))):
+            slot = self._in_use.popleft()
+            if not slot.is_free:
+                self._in_use.append(slot)
+            elif not slot.is_retired:
+                self._free.append(slot)
+        found = next((slot for slot in self._free if slot.steps == steps), None)
+        if found is None:
+            found = Slot(self._allocate(steps), self._batch_size)
+            self.allocated += 1
+        else:
+            self._free.remove(found)
+        del self._free[SPARE_SLOTS:]
+        self._in_use.append(found)
+        return found
+
+    def delivered(self, slot: Slot) -> None:
+        """All that is to be written to the slot has been."""
+        if slot.memory.block is not None and len(self) > FEW:
+            slot.memory.block.release()
+            slot.is_retired = True

@@ -1,0 +1,57 @@
+"""The ids of trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from swath.keys import WORKER_BITS
+
+
+class TrajectoryIds:
+    """Gives every trajectory of every lane its number."""
+
+    def __init__(self, lanes: int, worker: int = 0) -> None:
+        """Number the lanes' first trajectories."""
+        self._worker = worker << WORKER_BITS
+        self.count = lanes
+        """How many ids were ever given out."""
+        self.current = self._worker + np.arange(lanes, dtype=np.int64)
+        """The id of each lane's running trajectory."""
+
+    def renew(self, lanes: Iterable[int]) -> None:
+        """Give new ids to `lanes`, whose trajectories were cut off."""
+        for lane in lanes:
+            self.current[lane] = self._worker + self.count
+            self.count += 1
+
+    def renumber(self, worker: int) -> None:
+        """Number the lanes' trajectories as another worker's, from the first on."""
+        self._worker, self.count = worker << WORKER_BITS, 0
+        self.renew(range(len(self.current)))
+
+    def restore(self, count: int) -> None:
+        """Go on after `count` ids given out elsewhere: none of them is used again."""
+        self.count = count
+        self.renew(range(len(self.current)))
+
+    def assign(self, done: np.ndarray, out: np.ndarray) -> None:
+        """Write the id of every frame to `out` `[N, T]`, where `done` `[N, T]` marks last frames.
+
+        New trajectories are numbered in the order in which they begin, lanes in order where they begin together.
+        """
+        ends = np.cumsum(done, axis=1)
+        before = ends - done  # how many trajectories of this lane have ended before each frame
+        counts = ends[:, -1]
+        first = np.cumsum(counts + 1) - (counts + 1)  # where each lane's ids begin in the table
+        lane, step = np.nonzero(done)
+        order = np.lexsort((lane, step))
+        rank = np.empty_like(order)
+        rank[order] = np.arange(len(order))
+        table = np.empty(len(order) + len(done), dtype=np.int64)
+        table[first] = self.current
+        table[first[lane] + ends[lane, step]] = self._worker + self.count + rank
+        out[:] = table[first[:, None] + before]
+        self.current = table[first + counts]
+        self.count += len(order)

@@ -1,0 +1,152 @@
+"""Columns: named, typed arrays over one piece of memory.
+
+The only implementation of laid-out memory in the library: rows of envs, slots of batches, storages of replay buffers
+and snapshots of weights are columns, or hold some. The memory may be private to this process, shared with others, or a
+file; a columns object over a block can be sent to another process, which then sees the same memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swath.keys import Key
+from swath.runtime.memory import Block, MemoryBlock, line_aligned
+
+PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Stand-ins, by size, for types that numpy does not know."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Shape (of one element: a lane, a frame, a weight) and dtype of an entry."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor, batch_dims: int) -> Leaf:
+        """The leaf that `tensor` is a batch of."""
+        return Leaf(tuple(tensor.shape[batch_dims:]), tensor.dtype)
+
+
+class Columns:
+    """Tensors `[*shape, *leaf.shape]` of all `leaves`, each beginning at a cache line of its own.
+
+    Attributes:
+        leaves: shape and dtype of one element of every entry.
+        shape: how many elements each column has.
+        tensors: the columns by key.
+        block: the memory, if it can be shared; None if it is private.
+    """
+
+    def __init__(
+        self,
+        leaves: Mapping[Any, Leaf],
+        shape: Iterable[int],
+        *,
+        block: Block | None = None,
+        offset: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        """Lay the leaves out: from byte `offset` of `block` on, or in private memory on `device`, zero at first."""
+        self.leaves: dict[Key, Leaf] = dict(leaves)
+        self.shape = tuple(shape)
+        self.block, self._offset = block, offset
+        self._rows: tuple[int, int] | None = None
+        with torch.inference_mode(False):  # ordinary tensors, in whichever mode the caller runs
+            if block is None:
+                self.tensors = {
+                    key: torch.zeros((*self.shape, *leaf.shape), dtype=leaf.dtype, device=device)
+                    for key, leaf in self.leaves.items()
+                }
+            else:
+                self.tensors = self._over(block)
+
+    def _over(self, block: Block) -> dict[Key, Tensor]:
+        tensors: dict[Key, Tensor] = {}
+        for key, begin in offsets(self.leaves, self.shape, self._offset).items():
+            leaf = self.leaves[key]
+            shape = (*self.shape, *leaf.shape)
+            raw = torch.from_numpy(block.array((math.prod(shape) * leaf.dtype.itemsize,), np.uint8, begin))
+            tensors[key] = raw.view(leaf.dtype).view(shape) if raw.numel() else torch.empty(shape, dtype=leaf.dtype)
+        return tensors
+
+    @classmethod
+    def shared(cls, leaves: Mapping[Any, Leaf], shape: Iterable[int]) -> Columns:
+        """Columns in new memory that other processes can be given, zero at first."""
+        shape = tuple(shape)
+        return cls(leaves, shape, block=MemoryBlock(max(1, nbytes(leaves, shape))))
+
+    @property
+    def arrays(self) -> dict[Key, np.ndarray]:
+        """The columns that lie on the CPU as arrays over the same memory; see `array_of`."""
+        return {key: array_of(tensor) for key, tensor in self.tensors.items() if tensor.device.type == "cpu"}
+
+    def fill(self, values: Mapping[Key, Tensor]) -> None:
+        """Copy `values`, of the same shapes, into the columns of their keys."""
+        for key, value in values.items():
+            self.tensors[key].copy_(value)
+
+    def part(self, start: int, stop: int) -> Columns:
+        """Elements `start` to `stop` of the first dimension, over the same memory."""
+        part = object.__new__(type(self))
+        part.leaves, part.shape = self.leaves, (stop - start, *self.shape[1:])
+        part.block, part._offset = self.block, self._offset
+        first = 0 if self._rows is None else self._rows[0]
+        part._rows = (first + start, self.shape[0] if self._rows is None else self._rows[1])
+        part.tensors = {key: tensor[start:stop] for key, tensor in self.tensors.items()}
+        return part
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel as a description of the memory, which the receiving process maps."""
+        if self.block is None:
+            raise TypeError("Columns in private memory cannot be sent to another process.")
+        return _mapped, (self.leaves, self.shape, self.block, self._offset, self._rows)
+
+
+def _mapped(
+    leaves: dict[Key, Leaf], shape: tuple[int, ...], block: Block, offset: int, rows: tuple[int, int] | None
+) -> Columns:
+    if rows is None:
+        return Columns(leaves, shape, block=block, offset=offset)
+    start, whole = rows
+    return Columns(leaves, (whole, *shape[1:]), block=block, offset=offset).part(start, start + shape[0])
+
+
+def offsets(leaves: Mapping[Any, Leaf], shape: Iterable[int], start: int = 0) -> dict[Key, int]:
+    """At which byte each column begins, if the first does at `start` or a little later."""
+    count, found, at = math.prod(shape), dict[Key, int](), start
+    for key, leaf in leaves.items():
+        found[key] = at = line_aligned(at)
+        at += count * math.prod(leaf.shape) * leaf.dtype.itemsize
+    return found
+
+
+def nbytes(leaves: Mapping[Any, Leaf], shape: Iterable[int], start: int = 0) -> int:
+    """Up to which byte columns reach that begin at `start`."""
+    shape, end = tuple(shape), start
+    for key, begin in offsets(leaves, shape, start).items():
+        end = begin + math.prod((*shape, *leaves[key].shape)) * leaves[key].dtype.itemsize
+    return end
+
+
+def array_of(tensor: Tensor) -> np.ndarray:
+    """`tensor` on the CPU as an array over the same memory; as integers of its size if numpy does not know its type."""
+    tensor = tensor.detach()
+    try:
+        return tensor.numpy()
+    except TypeError:
+        return tensor.view(PLAIN[tensor.dtype.itemsize]).numpy()
+
+
+def tensor_of(array: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """The reverse of `array_of`."""
+    tensor = torch.from_numpy(array)
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)

@@ -1,0 +1,428 @@
+"""Pool: the workers of one carrier under supervision.
+
+Everything that comes from any worker is attended to in one place, whatever is being waited for: finished work, answers,
+warnings, errors and deaths. A failure is raised, or mended as the supervision says: then the caller goes on waiting,
+for a new worker that does the same work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import cloudpickle
+
+from swath.errors import ClosedError, StallWarning, WorkerDiedError, WorkerRestartedWarning, annotate
+from swath.runtime.carrier import (
+    Answer,
+    Carrier,
+    Ended,
+    Failed,
+    Finished,
+    News,
+    Order,
+    Packed,
+    Place,
+    Question,
+    Started,
+    Task,
+    Warned,
+)
+from swath.runtime.faults import Failure
+from swath.runtime.interrupts import Undisturbed
+
+LOOK_S = 1.0
+"""How often a thread that waits looks for workers that have stalled."""
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """What happens when a worker fails, and when it is said to have stalled.
+
+    Attributes:
+        on_failure: "raise" the error, "restart" the worker, or "drop" it and go on with the others.
+        max_restarts: how often each worker is restarted; then the error is raised.
+        stall_warning_s: after how many seconds without a heartbeat a worker is named in a warning.
+        stall_timeout_s: after how many it is killed, which `on_failure` then deals with; None waits on.
+        start_timeout_s: how long a worker may take to start.
+    """
+
+    on_failure: str = "raise"
+    max_restarts: int = 3
+    stall_warning_s: float = 15.0
+    stall_timeout_s: float | None = None
+    start_timeout_s: float = 300.0
+
+
+@dataclass(eq=False)
+class Work:
+    """Something for one worker to do."""
+
+    index: int
+    request: object
+    place: Place | None = None
+    ticket: int = 0
+    receipt: object = None
+    is_lost: bool = False
+    """Whether its worker was dropped before it was done."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to be waited for."""
+        return self.is_lost or self.receipt is not None
+
+
+class Owner(Protocol):
+    """Whose workers they are."""
+
+    def task(self, index: int, replaces: bool) -> Task:
+        """What to start a worker for, and whether it replaces one that has failed."""
+
+    def lost(self, index: int) -> None:
+        """A worker has failed and will be replaced or dropped; its reports can still be read."""
+
+    def restarted(self, index: int) -> None:
+        """A new worker was started; what is sent now comes before its work."""
+
+
+W = TypeVar("W", bound=Work)
+
+
+class Pool(Generic[W]):
+    """Gives out work, asks questions, and watches over the workers that do it.
+
+    May be used by several threads: one of them attends at a time, and the others see what has come of it.
+    """
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        workers: int,
+        owner: Owner,
+        supervision: Supervision,
+        name: str,
+        *,
+        doing: Callable[[int], str] | None = None,
+        is_busy: Callable[[int], bool] | None = None,
+    ) -> None:
+        """Begin without workers.
+
+        Args:
+            carrier: starts them, and carries what is sent.
+            workers: how many there are to be.
+            owner: says what they are for.
+            supervision: what to do when one fails.
+            name: the owner's, for messages.
+            doing: what a worker does, in words, where that is not work of the pool.
+            is_busy: whether a worker should make progress, beside doing work or answering questions.
+        """
+        self.carrier = carrier
+        self.name = name
+        self.started: dict[int, object] = {}
+        """What each worker has said of itself when it was ready."""
+        self.finished: deque[W] = deque()
+        """Finished work that nobody has taken, in the order in which it was finished."""
+        self.unclaimed: deque[object] = deque()
+        """Receipts of work that was forgotten meanwhile."""
+        self.restarts = 0
+        self.failure: BaseException | None = None
+        self.is_closed = False
+        self.supervision = supervision
+        self.last_ticket = dict.fromkeys(range(workers), 0)
+        """Of the last work that each worker was given."""
+        self._size = workers
+        self._owner = owner
+        self._doing, self._is_busy = doing, is_busy
+        self._restarted: dict[int, int] = {}
+        self._dropped: set[int] = set()
+        self._outstanding: dict[int, deque[W]] = {index: deque() for index in range(workers)}
+        self._asked: dict[int, tuple[int, Question]] = {}
+        self._answers: dict[int, Answer] = {}
+        self._numbers = itertools.count(1)
+        self._pulse: dict[int, tuple[int, float]] = {}
+        self._stalled: set[int] = set()
+        self._started_at: dict[int, float] = {}
+        self._killed: dict[int, str] = {}
+        """Why a worker was killed by us."""
+        self._inbox: deque[tuple[int, News]] = deque()
+        self._undisturbed = Undisturbed()
+        self._turn = threading.Condition()
+        self._attendant: int | None = None
+        """The thread that attends."""
+
+    # -- starting and stopping ---------------------------------------------------------------------------------
+
+    @property
+    def indices(self) -> list[int]:
+        """Of all workers that there are."""
+        return list(self.carrier.workers)
+
+    def start(self) -> None:
+        """Start all workers, and wait until each is ready."""
+        for index in range(self._size):
+            self._start(index, replaces=False)
+        while len(self.started) < len(self.carrier.workers):
+            self.attend(LOOK_S)
+
+    def _start(self, index: int, replaces: bool) -> None:
+        self._started_at[index] = time.monotonic()
+        self._pulse.pop(index, None)
+        self._stalled.discard(index)
+        self._killed.pop(index, None)
+        self.carrier.start(index, self._owner.task(index, replaces))
+
+    def shutdown(self, timeout_s: float | None) -> None:
+        """Stop all workers; see NOTE [Shutdown]."""
+        self.is_closed = True
+        for index in self.indices:
+            self.carrier.interrupt(index)
+        self.carrier.shutdown(timeout_s)
+
+    # -- work --------------------------------------------------------------------------------------------------
+
+    def issue(self, work: W) -> None:
+        """Let a worker do `work`."""
+        work.ticket = self.last_ticket[work.index] = next(self._numbers)
+        self._outstanding[work.index].append(work)
+        self._pulse.pop(work.index, None)  # from now on it is expected to move
+        self.carrier.send(work.index, Order(work.ticket, work.request, work.place))
+
+    def outstanding(self, index: int) -> int:
+        """How many pieces of work the worker has not finished."""
+        return len(self._outstanding[index])
+
+    @property
+    def under_way(self) -> list[W]:
+        """All work that is not finished."""
+        return [work for works in list(self._outstanding.values()) for work in list(works)]
+
+    # -- questions ---------------------------------------------------------------------------------------------
+
+    def ask(
+        self, requests: Mapping[int, object], what: str, *, discards_work: bool = False, timeout_s: float = math.inf
+    ) -> dict[int, object]:
+        """What workers answer to their requests, by index; without those that were dropped meanwhile.
+
+        Args:
+            requests: by worker.
+            what: what is asked for, for messages.
+            discards_work: whether work that waits is forgotten before.
+            timeout_s: how long all answers together may take.
+        """
+        asked: dict[int, int] = {}
+        deadline = time.monotonic() + timeout_s
+        try:
+            for index, request in requests.items():
+                question = Question(next(self._numbers), request, discards_work)
+                if discards_work:
+                    self._outstanding[index].clear()
+                asked[question.number] = index
+                self._asked[question.number] = (index, question)
+                if index in self._dropped:
+                    self._asked.pop(question.number, None)
+                    continue
+                self._pulse.pop(index, None)
+                self.carrier.send(index, question)
+            while late := [index for number, index in asked.items() if number in self._asked]:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"Workers {late} of {self.name} have not answered in time: {what}.")
+                self.attend(LOOK_S)
+            found = {number: self._answers.get(number) for number in asked}
+        finally:  # also if it was interrupted: nobody will ask for these answers again
+            for number in asked:
+                self._asked.pop(number, None)
+                self._answers.pop(number, None)
+        return self._values(asked, found, what)
+
+    def _values(self, asked: Mapping[int, int], found: Mapping[int, Answer | None], what: str) -> dict[int, object]:
+        values: dict[int, object] = {}
+        for number, index in asked.items():
+            answer = found[number]
+            if answer is None:  # of a worker that was dropped
+                continue
+            if isinstance(answer.failure, Failure):
+                raise answer.failure.error(f"Raised in worker {index} by {what}.")
+            if answer.failure is not None:
+                raise answer.failure
+            value = answer.value
+            values[index] = cloudpickle.loads(value.data) if isinstance(value, Packed) else value
+        return values
+
+    # -- attending ---------------------------------------------------------------------------------------------
+
+    def attend(self, timeout_s: float) -> None:
+        """Wait for something to come from workers, and see to it; raises what cannot be mended."""
+        if self.failure is not None:
+            raise self.failure
+        me, is_first = threading.get_ident(), False
+        try:
+            with self._turn:
+                if self._attendant is None:
+                    self._attendant, is_first = me, True
+                elif self._attendant != me:
+                    self._turn.wait(timeout_s)  # another thread sees to it
+                    return
+            if self.is_closed:
+                raise ClosedError(f"{self.name} was shut down while it was waited for.")
+            # In a local worker that is at work just now, waiting would mean to begin its next work within it.
+            is_within = self.carrier.is_local and not is_first
+            if self._inbox or is_within or self.carrier.wait(timeout_s):
+                self._take_in()
+            self._look_for_stalls()
+        finally:
+            if is_first:
+                with self._turn:
+                    self._attendant = None
+                    self._turn.notify_all()
+
+    def _take_in(self) -> None:
+        """See to all news. If that raises, as warnings may, what is left waits for the next call."""
+        with self._undisturbed:
+            self._inbox.extend(self.carrier.receive())
+        while self._inbox:
+            index, news = self._inbox.popleft()
+            if index not in self.carrier.workers:
+                continue
+            match news:
+                case Finished():
+                    self._finish(index, news)
+                case Answer():
+                    if self._asked.pop(news.number, None) is not None:
+                        self._answers[news.number] = news
+                case Started():
+                    self.started[index] = news.description
+                case Warned():
+                    warnings.warn_explicit(f"Worker {index}: {news.text}", news.category, "swath", index)
+                case Failed():
+                    self._forget_news(index)
+                    place = f"Raised in worker {index} (pid {self.carrier.pid(index)}) of {self.name}"
+                    self._fail(index, news.failure.error(f"{place} while {news.doing}."))
+                case Ended():
+                    self._forget_news(index)
+                    cause = self._killed.pop(index, "")
+                    pid, doing = self.carrier.pid(index), self._activity(index)
+                    self._fail(index, WorkerDiedError("Worker", index, pid, news.exitcode, doing, cause))
+
+    def _forget_news(self, index: int) -> None:
+        """Nothing more is to be had of a worker that has ended; another may replace it."""
+        self._inbox = deque(pair for pair in self._inbox if pair[0] != index)
+
+    def _activity(self, index: int) -> str:
+        if self._doing is not None:
+            return self._doing(index)
+        if index not in self.started:
+            return "it was being made"
+        return "it was collecting" if self._outstanding[index] else "it had nothing to do"
+
+    def _finish(self, index: int, news: Finished) -> None:
+        works = self._outstanding[index]
+        if works and works[0].ticket == news.ticket:  # otherwise it was forgotten meanwhile
+            work = works.popleft()
+            work.receipt = news.receipt
+            self.finished.append(work)
+        else:
+            self.unclaimed.append(news.receipt)
+
+    def expect_progress(self, indices: Iterable[int]) -> None:
+        """From now on, these workers are expected to move."""
+        for index in indices:
+            self._pulse.pop(index, None)
+
+    def _look_for_stalls(self) -> None:
+        now, limit = time.monotonic(), self.supervision.stall_timeout_s
+        asked = {index for index, _ in list(self._asked.values())}
+        for index in self.indices:
+            is_ready = index in self.started
+            is_busy = bool(self._outstanding[index]) or index in asked or not is_ready
+            is_busy = is_busy or (self._is_busy is not None and self._is_busy(index))
+            beats = self.carrier.heartbeat(index)
+            last, since = self._pulse.get(index, (-1, now))
+            if not is_busy or beats != last:
+                self._pulse[index] = (beats, now)
+                self._stalled.discard(index)
+            elif now - since > self.supervision.stall_warning_s and index not in self._stalled:
+                self._stalled.add(index)
+                self._warn_of_stall(index, now - since)
+            if is_busy and limit is not None and now - self._pulse[index][1] > limit and index not in self._killed:
+                self._killed[index] = f"It had made no step for stall_timeout_s={limit:g} seconds."
+                self.carrier.kill(index)  # its end will be seen to as any other
+            if not is_ready and now - self._started_at[index] > self.supervision.start_timeout_s:
+                self._fail(
+                    index,
+                    TimeoutError(
+                        f"Worker {index} of {self.name} has not made its env and policy within start_timeout_s="
+                        f"{self.supervision.start_timeout_s:.0f} s."
+                    ),
+                )
+
+    def _warn_of_stall(self, index: int, seconds: float) -> None:
+        waiting = "a step or a call takes long" if index in self.started else "it is making its env and policy"
+        state = waiting if self._doing is None else self._doing(index)
+        state = "it is stopped (SIGSTOP or a debugger)" if self.carrier.is_stopped(index) else state
+        limit, digits = self.supervision.stall_timeout_s, 0 if seconds > 10 else 1
+        outlook = "Waiting goes on" if limit is None else f"It is killed after stall_timeout_s={limit:g}"
+        warnings.warn(
+            f"Worker {index} (pid {self.carrier.pid(index)}) of {self.name} has made no step for "
+            f"{seconds:.{digits}f} s: {state}. {outlook}; stall_warning_s={self.supervision.stall_warning_s:g} "
+            "says when to warn.",
+            StallWarning,
+            stacklevel=4,
+        )
+
+    # -- failures ----------------------------------------------------------------------------------------------
+
+    def _fail(self, index: int, error: BaseException) -> None:
+        """Raise `error`, or mend what it has broken."""
+        policy, count = self.supervision.on_failure, self._restarted.get(index, 0)
+        was_ready = index in self.started or count > 0
+        self.started.pop(index, None)
+        is_hopeless = policy == "restart" and count >= self.supervision.max_restarts
+        is_last = policy == "drop" and len(self.indices) == 1
+        if policy == "raise" or not was_ready or is_hopeless or is_last or not isinstance(error, Exception):
+            if is_hopeless and count:
+                annotate(error, f"It was restarted {count} times before: max_restarts={self.supervision.max_restarts}.")
+            if is_last:
+                annotate(error, "No worker is left.")
+            self.failure = error
+            raise error
+        self._owner.lost(index)
+        if policy == "drop":
+            self._drop(index, error)
+        else:
+            self._restart(index, error)
+
+    def _restart(self, index: int, error: BaseException) -> None:
+        self._restarted[index] = self._restarted.get(index, 0) + 1
+        self.restarts += 1
+        self._start(index, replaces=True)
+        self._owner.restarted(index)
+        for number, (asked, question) in list(self._asked.items()):
+            if asked == index and number in self._asked:
+                self.carrier.send(index, question)
+        for work in self._outstanding[index]:
+            self.carrier.send(index, Order(work.ticket, work.request, work.place))
+        which = f"Worker {index} of {self.name} is restarted ({self._restarted[index]} of "
+        summary = f"{self.supervision.max_restarts}): {type(error).__name__}: {error}"
+        warnings.warn(which + summary, WorkerRestartedWarning, stacklevel=5)
+
+    def _drop(self, index: int, error: BaseException) -> None:
+        self.carrier.stop(index)
+        self._dropped.add(index)
+        for number, (asked, _) in list(self._asked.items()):
+            if asked == index:
+                self._asked.pop(number, None)
+        for work in self._outstanding[index]:
+            work.is_lost = True
+        self._outstanding[index].clear()
+        warnings.warn(
+            f"Worker {index} of {self.name} is dropped, {len(self.indices)} are left: {type(error).__name__}: {error}",
+            WorkerRestartedWarning,
+            stacklevel=5,
+        )

@@ -1,0 +1,316 @@
+"""ProcessCarrier: workers are processes of their own on this machine.
+
+Messages go through channels; batches and snapshots lie in memory that both sides map, and so need not be carried at
+all. What a worker makes progress with is seen on a board in shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch
+
+from swath.errors import ChannelClosedError
+from swath.keys import Key
+from swath.runtime.board import Board
+from swath.runtime.carrier import (
+    EVERYTHING,
+    Ended,
+    Finished,
+    Message,
+    News,
+    Order,
+    Place,
+    Stop,
+    Subscribe,
+    Task,
+    Topic,
+)
+from swath.runtime.channel import Channel
+from swath.runtime.columns import Columns, Leaf
+from swath.runtime.interrupts import Undisturbed
+from swath.runtime.process import Process, end_all, start
+from swath.runtime.session import Session
+from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore
+
+LAST_WORDS_S = 1.0
+"""How long a worker whose channel has ended may take to have ended itself."""
+SHUTDOWN_S = 4.0
+LISTEN_S = 0.1
+"""How often a worker that collects looks for messages that are too large to wait on their way."""
+
+
+class ProcessCarrier:
+    """Workers by their index.
+
+    A caller who waits for one of them waits for messages and for the end of all of them, with a deadline: nothing that
+    happens to a worker can make it wait for ever.
+    """
+
+    is_local = False
+
+    def __init__(
+        self,
+        workers: int,
+        fields: Sequence[str] = (),
+        *,
+        method: str = "forkserver",
+        threads: int = 1,
+        warns: bool = False,
+    ) -> None:
+        """Begin without workers.
+
+        Args:
+            workers: how many there will be at most.
+            fields: what they report.
+            method: how they are started: "forkserver", "spawn" or "fork".
+            threads: for torch in each of them.
+            warns: whether they may show all warnings, not only those of this library.
+        """
+        self._processes: dict[int, Process] = {}
+        """Replaced, never changed: other threads may be looking."""
+        self._board = Board(workers, fields)
+        self._method, self._threads, self._warns = method, threads, warns
+        self._poll = select.poll()
+        self._by_fd: dict[int, int] = {}
+        self._memory: weakref.WeakValueDictionary[int, Columns] = weakref.WeakValueDictionary()
+        self._numbers: weakref.WeakKeyDictionary[Columns, int] = weakref.WeakKeyDictionary()
+        self._leased = 0
+        self._known: dict[int, set[int]] = {}
+        """The numbers of memory that each worker has been sent."""
+        self._undisturbed = Undisturbed()
+        self._owner = os.getpid()
+
+    # -- control -----------------------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> list[int]:
+        """The indices of workers that were started and not stopped."""
+        return list(self._processes)
+
+    def start(self, index: int, task: Task) -> None:
+        """Start a worker, in the place of a former one of that index."""
+        if (former := self._processes.get(index)) is not None:
+            self._release(index)
+            end_all([former], Stop(), 0.0)
+        self._board.clear(index)
+        self._known[index] = set()
+        process = start(WorkerProcess(index, task, self._board), self._method, self._threads, self._warns)
+        self._processes = dict(sorted({**self._processes, index: process}.items()))
+        for fd in (process.channel.fileno(), process.sentinel):
+            self._poll.register(fd, select.POLLIN)
+            self._by_fd[fd] = index
+
+    def stop(self, index: int, timeout_s: float = 0.0) -> None:
+        """Stop a worker and forget it."""
+        process = self._processes.get(index)
+        if process is not None:
+            self._processes = {key: other for key, other in self._processes.items() if key != index}
+            self._release(index)
+            end_all([process], Stop(), timeout_s)
+
+    def _release(self, index: int) -> None:
+        """Wait no longer for a worker that has ended."""
+        for fd in [fd for fd, owner in self._by_fd.items() if owner == index]:
+            self._poll.unregister(fd)
+            del self._by_fd[fd]
+
+    def shutdown(self, timeout_s: float | None = None) -> None:
+        """Stop all workers; see NOTE [Shutdown]. May be called again."""
+        if os.getpid() != self._owner:
+            return
+        processes, self._processes = self._processes, {}
+        for index in processes:
+            self._release(index)
+        end_all(list(processes.values()), Stop(), SHUTDOWN_S if timeout_s is None else timeout_s)
+        self._board.release()
+
+    def send(self, index: int, message: Message) -> None:
+        """Send to a worker. One that has ended gets nothing."""
+        process = self._processes.get(index)
+        if process is None:
+            return
+        if isinstance(message, Order) and message.place is not None:
+            message = replace(message, place=self._mention(index, message.place))
+        # An interrupt must not leave half a message on its way.
+        with contextlib.suppress(ChannelClosedError), self._undisturbed:
+            process.channel.send(message, by_value=not isinstance(message, Order | Subscribe))
+
+    def watch(self, fd: int) -> None:
+        """Let `wait` return when `fd` is readable, too."""
+        self._poll.register(fd, select.POLLIN)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for messages, and for the ends of processes."""
+        return bool(self._poll.poll(max(0.0, timeout_s) * 1000))
+
+    def receive(self) -> list[tuple[int, News]]:
+        """What has come, in order: messages, and `Ended` after the last one of a worker that has ended."""
+        ready = self._poll.poll(0)
+        indices = dict.fromkeys(self._by_fd[fd] for fd, _ in ready if fd in self._by_fd)
+        return [(index, news) for index in indices for news in self._heard(index)]
+
+    def _heard(self, index: int) -> Iterator[News]:
+        process = self._processes.get(index)
+        if process is None:  # another thread has stopped it
+            return
+        has_ended = process.wait(0.0)
+        try:
+            yield from process.channel.receive_rest() if has_ended else process.channel.receive_all()
+        except ChannelClosedError:
+            if not process.wait(LAST_WORDS_S):  # it has closed its channel, and lives on: nothing is to be had of it
+                process.signal(9)
+                process.wait(LAST_WORDS_S)
+            has_ended = True
+        if has_ended:
+            self._release(index)
+            yield Ended(process.exitcode)
+
+    # -- what can be seen and said without a message -------------------------------------------------------------
+
+    def interrupt(self, index: int, ticket: int = EVERYTHING) -> None:
+        """End orders up to `ticket` after the current step."""
+        self._board.interrupt(index, ticket)
+
+    def resume(self, index: int) -> None:
+        """Interrupt nothing more."""
+        self._board.resume(index)
+
+    def heartbeat(self, index: int) -> int:
+        """Grows as long as the worker makes progress."""
+        return self._board.heartbeat(index)
+
+    def report(self, index: int) -> dict[str, float]:
+        """The last numbers that the worker has reported."""
+        return self._board.report(index)
+
+    def unreported_steps(self, index: int) -> int:
+        """Steps that the worker has made since its last report."""
+        return self._board.unreported_steps(index)
+
+    def alive(self) -> list[int]:
+        """The indices of workers that have not ended."""
+        # A channel ends with its process at once; the server's word on how it ended comes a little later.
+        return [index for index, one in self._processes.items() if not one.channel.has_ended and one.is_alive]
+
+    def is_stopped(self, index: int) -> bool:
+        """Whether the worker was stopped, as by SIGSTOP or a debugger."""
+        return self._processes[index].is_stopped
+
+    def kill(self, index: int) -> None:
+        """End a worker at once."""
+        self._processes[index].signal(9)
+
+    def pid(self, index: int) -> int:
+        """The id of the worker's process."""
+        return self._processes[index].pid
+
+    # -- data and weights ----------------------------------------------------------------------------------------
+
+    def lease(self, leaves: Mapping[Key, Leaf], shape: Sequence[int], device: torch.device | None) -> Columns:
+        """Shared memory, which workers write to themselves; always the CPU's."""
+        memory = Columns.shared(leaves, shape)
+        self._leased += 1
+        self._memory[self._leased] = memory
+        self._numbers[memory] = self._leased
+        return memory
+
+    def _mention(self, index: int, place: Place) -> Place:
+        """A place as a worker is told of it: with the memory itself only the first time."""
+        assert place.memory is not None
+        number, known = self._numbers[place.memory], self._known[index]
+        forget = tuple(known - set(self._memory)) if len(known) > len(self._memory) else ()
+        known.difference_update(forget)
+        if number in known:
+            return replace(place, memory=None, number=number, forget=forget)
+        known.add(number)
+        return replace(place, number=number, forget=forget)
+
+    def open_snapshots(self, contents: SnapshotContents) -> SnapshotStore:
+        """Snapshots in shared memory."""
+        return Snapshots(contents)
+
+    def subscribe(self, index: int, topic: Topic, snapshots: SnapshotStore) -> None:
+        """Let a worker map them."""
+        assert isinstance(snapshots, Snapshots)
+        self.send(index, Subscribe(topic, snapshots))
+
+
+@dataclass(frozen=True)
+class WorkerProcess:
+    """What a worker process runs."""
+
+    index: int
+    task: Task
+    board: Board
+
+    def __call__(self, channel: Channel) -> None:
+        """Work until it is stopped."""
+        Session(self.task, ProcessLink(channel, self.board, self.index)).run()
+
+
+class ProcessLink:
+    """A worker's end."""
+
+    is_local = False
+
+    def __init__(self, channel: Channel, board: Board, index: int) -> None:
+        """Speak through `channel`, and write to a row of `board`."""
+        self._channel = channel
+        self._row = board.row(index)
+        self._listened_at = perf_counter()
+        self._memory: dict[int, Columns] = {}
+        self._parts: dict[tuple[int, int, int], Columns] = {}
+        self.is_interrupted = self._row.is_interrupted
+        self.report = self._row.report
+        self.has_news = channel.has_news
+
+    def fileno(self) -> int:
+        """For `poll`: readable when a message comes."""
+        return self._channel.fileno()
+
+    def send(self, news: News) -> None:
+        """Send to the pool."""
+        self._channel.send(news)
+
+    def receive(self, *, wait: bool) -> list[Message]:
+        """Messages that have come. Memory is taken note of at once: it comes along only once."""
+        messages: list[Message] = [self._channel.receive()] if wait else self._channel.receive_all()
+        for message in messages:
+            if isinstance(message, Order) and message.place is not None:
+                self._note(message.place)
+        return messages
+
+    def _note(self, place: Place) -> None:
+        if place.forget:
+            self._memory = {number: m for number, m in self._memory.items() if number not in place.forget}
+            self._parts = {where: part for where, part in self._parts.items() if where[0] in self._memory}
+        if place.memory is not None:
+            self._memory[place.number] = place.memory
+            assert place.memory.block is not None
+            place.memory.block.release()
+
+    def memory(self, place: Place) -> Columns:
+        """The worker's rows of the memory."""
+        where = (place.number, place.first_row, place.rows)
+        if where not in self._parts:
+            whole = self._memory[place.number]
+            self._parts[where] = whole.part(place.first_row, place.first_row + place.rows)
+        return self._parts[where]
+
+    def finish(self, order: Order, receipt: object) -> None:
+        """Say that an order is done: the pool sees what was written."""
+        self._channel.send(Finished(order.ticket, receipt))
+
+    def beat(self, ticket: int) -> bool:
+        """Count a step; whether the order is to end here."""
+        if perf_counter() - self._listened_at > LISTEN_S:
+            self._channel.take_in()
+            self._listened_at = perf_counter()
+        return self._row.beat(ticket)

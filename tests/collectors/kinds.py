@@ -1,0 +1,160 @@
+"""The kinds of collectors that our tests run over, and what each of them cannot do, with the reason.
+
+A test is written once: `@over(HERE)` runs it for every kind that collects in this process, `@over(ALL, needs="...")`
+for every kind that has that ability. A new class joins all of them by one `Kind` below. `test_kinds.py` looks whether
+the table is true: a kind has every ability that it is not denied here, and has none that it is denied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from common import buffer
+
+from swath.collectors import AsyncCollector, BaseCollector, Collector, MultiAsyncCollector, MultiSyncCollector
+from swath.testing import CountingEnv
+
+Make = Callable[..., Any]
+"""The fixture `make`: `Kind.build` of the kind at hand."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A class of collectors in one of its forms."""
+
+    name: str
+    of: type[BaseCollector]
+    joins: bool = True
+    """Whether a batch has the rows of all lanes, in order; otherwise it is of one worker, whichever was first."""
+    workers: int = 0
+    """How many it has if a test does not say; 0: env and policy are the collector's own."""
+    ahead: int = 0
+    """How many batches of a worker may be collected already while another is delivered."""
+    starts: bool = False
+    """Whether it is started, and writes to a buffer without anybody who iterates."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    cannot: Mapping[str, str] = field(default_factory=dict)
+    """Abilities that it lacks, with the reason; they are described in `test_kinds.py`."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def build(
+        self,
+        env: Any = None,
+        policy: Any = None,
+        *,
+        lanes: int = 0,
+        lengths: Any = 5,
+        workers: int | None = None,
+        steps: int = 10,
+        batches: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """A collector, of which every batch has `steps` steps and every worker `lanes` lanes of counting envs.
+
+        `env` is another factory for every worker (or an env, where that can be), or a list with one for each; `lanes`
+        then says how many lanes it has. `batches` says how many there are in all.
+        """
+        env = counting(lanes, lengths) if env is None else env
+        workers = self.workers if workers is None else workers
+        workers = len(env) if isinstance(env, list) and self.workers else workers
+        options = {**self.options, **options}
+        if "frames_per_batch" not in options:
+            options["frames_per_batch"] = steps * max(1, lanes) * (max(1, workers) if self.joins else 1)
+        if batches is not None:
+            options["total_frames"] = batches * options["frames_per_batch"]
+        if self.workers and not issubclass(self.of, AsyncCollector) and not isinstance(env, list):
+            env = [env] * workers
+        if self.starts:
+            options.setdefault("replay_buffer", buffer(batch_size=16))
+        collector: Any = self.of(env, policy, **options)
+        if self.starts:
+            collector.start()
+        return collector
+
+    def make(self, lanes: int, lengths: Any, **options: Any) -> Any:
+        """A collector whose batches are `[lanes, T]`, or `[T]` without lanes, and each goes on where the last ended.
+
+        Where batches are joined there is a worker for each lane; otherwise there is one worker.
+        """
+        if self.workers and self.joins:
+            options = options if lanes else {"cat_results": -1, **options}
+            return self.build(lengths=lengths, workers=max(1, lanes), **options)
+        return self.build(lanes=lanes, lengths=lengths, workers=min(1, self.workers), **options)
+
+
+def counting(lanes: int = 0, lengths: Any = 5, **options: Any) -> Callable[[], CountingEnv]:
+    """A factory of counting envs."""
+    return lambda: CountingEnv((lanes,) if lanes else (), lengths=lengths, **options)
+
+
+WORKERS = {
+    "keep_env_open": "the envs of workers end with them",
+    "env_object": "workers make their envs themselves",
+    "single_answer": "each worker answers for itself",
+    "own_policy": "workers act with copies of the policy",
+    "any_buffer": "workers write to a buffer that they share",
+}
+PROCESSES = {**WORKERS, "share_objects": "what is given is copied into other processes"}
+ONE = {"choose_workers": "there is one, whatever it is called"}
+FIRST_COME = {
+    "newest_weights": "a batch may have been collected before weights were published",
+    "join": "a batch is of the worker that was first",
+}
+
+SINGLE = Kind("single", Collector, cannot=ONE)
+SYNC_HERE = Kind("sync, debug", MultiSyncCollector, workers=2, options={"debug": True}, cannot=WORKERS)
+ASYNC_HERE = Kind(
+    "async, debug",
+    MultiAsyncCollector,
+    joins=False,
+    workers=2,
+    ahead=2,
+    options={"debug": True},
+    cannot={**WORKERS, **FIRST_COME},
+)
+SYNC = Kind("sync", MultiSyncCollector, workers=2, cannot=PROCESSES)
+ASYNC = Kind("async", MultiAsyncCollector, joins=False, workers=2, ahead=2, cannot={**PROCESSES, **FIRST_COME})
+ONE_ASYNC = Kind(
+    "one async",
+    AsyncCollector,
+    joins=False,
+    workers=1,
+    ahead=2,
+    cannot={**PROCESSES, **FIRST_COME, **ONE},
+)
+PROMPT = Kind(
+    "prompt async, debug",
+    MultiAsyncCollector,
+    joins=False,
+    workers=1,
+    options={"debug": True, "max_staleness": 0},
+    cannot={**WORKERS, **ONE, "join": FIRST_COME["join"]},
+)
+"""A batch is begun when it is asked for."""
+
+STARTED = Kind("start", MultiAsyncCollector, joins=False, workers=2, starts=True)
+"""Workers that run free, for tests of faults."""
+
+HERE = (SINGLE, SYNC_HERE, ASYNC_HERE)
+"""Cheap: all in this process."""
+SPREAD = (SYNC, ASYNC)
+"""Two worker processes each."""
+FREE = (SINGLE, *SPREAD)
+"""Those that can be started to collect in the background."""
+FALLIBLE = (*SPREAD, STARTED)
+"""Those whose workers can die: every scenario of faults is for each of them, if it does not say otherwise."""
+ALL = (*HERE, *SPREAD)
+EVERY = (*HERE, SYNC, ONE_ASYNC, PROMPT)
+"""One of each: for the contract that all must keep."""
+
+
+def over(kinds: Sequence[Kind], needs: str = "") -> pytest.MarkDecorator:
+    """Run a test for those of `kinds` that have the abilities that it needs."""
+    chosen = [kind for kind in kinds if not set(needs.split()) & set(kind.cannot)]
+    assert chosen, f"none of these kinds can {needs}"
+    return pytest.mark.parametrize("kind", chosen, ids=str)

@@ -1,0 +1,293 @@
+"""The state of a collector: to be had at any moment, and gone on with elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from common import actor, buffer, first_steps, ids_of, net, rows, saved, until
+from inside import take_in_news
+from kinds import ALL, ASYNC, ASYNC_HERE, HERE, SINGLE, SYNC, SYNC_HERE, Kind, Make, over
+from torch import nn
+
+from swath.collectors import PolicyVersion
+from swath.keys import MASK
+from swath.testing import CountingGymEnv
+
+TRACKED = {"track_policy_version": PolicyVersion()}
+
+
+@over(ALL)
+def test_a_new_collector_goes_on_with_counters_and_weights(make: Make, kind: Kind) -> None:
+    first = make(None, net(1.0), batches=10)
+    for _ in range(3):
+        first.next()
+    first.update_policy_weights_(net(2.0))
+    first.update_policy_weights_(net(3.0))  # not those of the policy that it was given
+    state = saved(first.state_dict())
+    frames = first.requested_frames_per_batch
+    assert state["frames"] == 3 * frames
+    assert state["iter"] == 3
+    assert state["policy_version"] == 2
+    assert not kind.workers or {"worker0", "worker1", "traj_pool", "undelivered_frames"} <= set(state)
+    second = make(None, net(0.0), batches=10, **TRACKED)
+    second.load_state_dict(state)
+    assert second.policy_version == 2
+    assert (second.stats()["frames"], second.stats()["batches"]) == (3 * frames, 3)
+    batches = list(second)
+    assert sum(batch.numel() for batch in batches) == 7 * frames
+    assert (second.stats()["frames"], second.stats()["batches"]) == (10 * frames, 10)
+    for batch in batches:
+        assert (batch["action"] == 3.0).all()
+        assert (batch["policy_version"] == 2).all()
+
+
+@over(HERE)
+def test_weights_after_a_load(make: Make) -> None:
+    first = make(None, net(1.0))
+    for _ in range(5):
+        first.update_policy_weights_(net(5.0))
+    second = make(None, net(2.0), **TRACKED)
+    for _ in range(9):
+        second.update_policy_weights_(net(9.0))
+    second.next()
+    second.load_state_dict(first.state_dict())
+    assert second.policy_version == 5
+    batch = second.next()
+    assert (batch["action"] == 5.0).all()
+    assert (batch["policy_version"] == 5).all(), "an older version may be gone back to"
+    second.update_policy_weights_(net(6.0))
+    for _ in range(5):
+        batch = second.next()
+    assert (batch["action"] == 6.0).all()
+    assert (batch["policy_version"] == 6).all()
+
+
+@over([SYNC_HERE])
+def test_workers_with_weights_of_their_own(make: Make) -> None:
+    first = make(None, net(1.0))
+    first.update_policy_weights_(net(2.0), worker_ids=1)
+    second = make(None, net(0.0))
+    second.load_state_dict(saved(first.state_dict()))
+    for _ in range(2):
+        assert second.next()["action"][:, 0, 0].tolist() == [1.0, 2.0]
+
+
+@over([SINGLE, SYNC])
+def test_a_random_policy_has_a_state_too(make: Make) -> None:
+    first, second = make(batches=4), make(batches=4)
+    first.set_seed(np.int64(3))  # saved as a plain number
+    first.next()
+    second.load_state_dict(saved(first.state_dict()))
+    assert len(list(second)) == 3
+
+
+@over([ASYNC_HERE, ASYNC])
+def test_what_is_not_delivered_is_counted(make: Make, kind: Kind) -> None:
+    first = make(batches=24, slots_per_worker=3)
+    delivered = sum(first.next().numel() for _ in range(4))
+    if kind is ASYNC:
+        until(lambda: take_in_news(first) or first.stats()["waiting_batches"])
+    state = first.state_dict()
+    assert state["frames"] == delivered == 40
+    assert state["undelivered_frames"] == 10 * first.stats()["waiting_batches"]
+    assert state["undelivered_frames"] or kind is ASYNC_HERE
+    assert sum(batch.numel() for batch in first) == 200, "asking has cost nothing"
+    second = make(batches=24)
+    second.load_state_dict(state)
+    assert second.stats()["dropped_frames"] == state["undelivered_frames"]
+    assert sum(batch.numel() for batch in second) == 200
+
+
+@over(HERE)
+def test_loading_gives_up_what_was_under_way(make: Make) -> None:
+    first = make()
+    for _ in range(3):
+        first.next()
+    state = first.state_dict()
+    for _ in range(3):
+        first.next()
+    first.load_state_dict(state)
+    assert first.stats()["frames"] == state["frames"]
+    assert set(first_steps(first.next())) == {0}
+
+
+@over(HERE)
+def test_envs_of_gymnasium_go_on_in_new_episodes(make: Make) -> None:
+    first, second = make(CountingGymEnv, steps=3, batches=3), make(CountingGymEnv, steps=3, batches=3)
+    first.set_seed(1)
+    first.next()
+    second.load_state_dict(saved(first.state_dict()))
+    assert set(first_steps(second.next())) == {0}
+
+
+@over(HERE)
+def test_unfinished_episodes_are_saved_and_given_up(make: Make) -> None:
+    options = {"frames_per_batch": 8, "trajs_per_batch": 3, "total_frames": 160}
+    first, got = make(**options), 0
+    for number, batch in enumerate(first):
+        got += int(batch[MASK].sum())
+        if number == 2:
+            break
+    state = saved(first.state_dict())
+    second = make(**options)
+    second.load_state_dict(state)
+    for batch in second:
+        assert batch[MASK].sum(1).tolist() == [5, 5, 5]
+        got += int(batch[MASK].sum())
+    stats = second.stats()
+    assert stats["frames"] == 160
+    assert got + stats["dropped_frames"] - state.get("undelivered_frames", 0) == 160
+
+
+def test_whole_episodes_are_kept_and_unfinished_ones_counted_as_dropped(make: Make) -> None:
+    options = {"frames_per_batch": 23, "total_frames": 46, "trajs_per_batch": 2}
+    first, second = make(**options), make(**options)
+    delivered = first.next()  # of four whole episodes and three frames
+    second.load_state_dict(saved(first.state_dict()))
+    assert second.stats()["dropped_frames"] == 3
+    rest = list(second)
+    assert rest[0]["observation"][:, 0, 1].tolist() == [2, 3]  # were waiting in the saved state
+    assert len(ids_of([delivered, *rest])) == 8
+    assert second.stats()["frames"] == 46
+    assert second.stats()["dropped_frames"] == 46 - 8 * 5
+
+
+@over(HERE)
+def test_random_frames_are_not_begun_again(make: Make) -> None:
+    options = {"init_random_frames": 10, "batches": 4}
+    first, second = make(None, actor(), **options), make(None, actor(), **options)
+    assert (first.next()["logits"] == 0).all()
+    second.load_state_dict(saved(first.state_dict()))
+    assert (second.next()["logits"] != 0).any()
+
+
+def test_the_random_stream_goes_on(make: Make) -> None:
+    first = make(None, actor(), steps=200)
+    first.set_seed(3)
+    first.next()
+    state = saved(first.state_dict())
+    batches = []
+    for _ in range(2):
+        torch.manual_seed(0)  # none of the collector's business any more
+        torch.rand(7)
+        other = make(None, actor(), steps=200)
+        other.load_state_dict(state)
+        batches.append(other.next())
+    assert (batches[0] == batches[1]).all()
+    noise = make(None, actor(), steps=200)
+    noise.set_seed(3)
+    assert not torch.equal(noise.next()["action"], batches[0]["action"]), "the stream began anew"
+
+
+def test_ids_go_on_with_the_number_of_the_worker(make: Make) -> None:
+    first, second = (make(lanes=2, lengths=4, worker_idx=1) for _ in range(2))
+    before = ids_of([first.next(), first.next()])
+    second.load_state_dict(saved(first.state_dict()))
+    later = ids_of([second.next()])
+    assert not before & later
+    assert {number >> 40 for number in later} == {1}
+
+
+@over(ALL)
+def test_iterating_with_a_buffer(make: Make) -> None:
+    first = make(replay_buffer=buffer(), batches=10)
+    for _ in range(4):
+        first.next()
+    state = saved(first.state_dict())
+    assert state["frames"] == 4 * first.requested_frames_per_batch
+    second = make(replay_buffer=buffer(), batches=10)
+    second.load_state_dict(state)
+    assert list(second) == [None] * 6
+    assert len(second.replay_buffer) == 6 * first.requested_frames_per_batch
+
+
+@over(ALL)
+def test_the_state_can_be_had_when_all_is_collected(make: Make) -> None:
+    first = make(None, net(), batches=4)
+    list(first)
+    state = first.state_dict()
+    assert state["frames"] == first.stats()["frames"] == first.config.total_frames
+    second = make(None, net(), batches=8)
+    second.load_state_dict(state)
+    assert len(list(second)) == 4
+
+
+@over(HERE)
+def test_a_closed_collector_cannot_go_on(make: Make) -> None:
+    collector = make(None, net(), batches=2)
+    list(collector)
+    for call in (lambda: collector.load_state_dict(collector.state_dict()), collector.reset):
+        with pytest.raises(RuntimeError, match="shut down"):
+            call()
+
+
+@over([SYNC_HERE])
+def test_workers_that_were_shut_down_have_no_state(make: Make) -> None:
+    collector = make()
+    collector.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        collector.state_dict()
+    with pytest.raises(RuntimeError, match="shut down"):
+        collector.load_state_dict({})
+
+
+@over([SYNC_HERE, ASYNC_HERE])
+def test_states_of_both_deliveries_are_exchangeable(make: Make, kind: Kind) -> None:
+    first = make(None, net(4.0), frames_per_batch=12, total_frames=48)
+    ids = ids_of([first.next()])
+    other = ASYNC_HERE if kind is SYNC_HERE else SYNC_HERE
+    with other.build(None, net(0.0), frames_per_batch=12, total_frames=48) as second:
+        second.load_state_dict(first.state_dict())
+        batches = list(second)
+    assert sum(batch.numel() for batch in batches) == 36
+    assert all((batch["action"] == 4).all() for batch in batches)
+    assert not ids & ids_of(batches)
+
+
+# -- states that do not fit ------------------------------------------------------------------------------------------
+
+
+@over(HERE)
+def test_a_state_of_something_else_is_refused(make: Make) -> None:
+    collector = make()
+    for state in ({}, {"frames": 10}):
+        with pytest.raises(KeyError, match=r"no state of a collector.*no .*iter"):
+            collector.load_state_dict(state)
+    assert collector.stats()["frames"] == 0
+    assert rows(collector.next()).shape[1] == 10
+
+
+@over([SYNC_HERE])
+def test_a_state_of_another_number_of_workers_is_refused(make: Make) -> None:
+    two, three = make(), make(workers=3)
+    with pytest.raises(KeyError, match="3 workers: it has 2"):
+        three.load_state_dict(two.state_dict())
+    with pytest.raises(KeyError, match="2 workers: it has 3"):
+        two.load_state_dict(three.state_dict())
+    assert two.next().shape == (2, 10)
+
+
+@over(HERE)
+def test_weights_of_another_policy_are_refused_unless_not_strict(make: Make) -> None:
+    state: Any = make(None, nn.Linear(3, 2, bias=False)).state_dict()
+    with pytest.raises(RuntimeError, match="bias"):
+        make(None, nn.Linear(3, 2)).load_state_dict(state)
+    make(None, nn.Linear(3, 2)).load_state_dict(state, strict=False)
+
+
+def test_a_state_without_weights_can_be_loaded_by_any_policy(make: Make) -> None:
+    state = make(None, lambda td: td.set("action", td["observation"][..., :2])).state_dict()
+    assert "policy_state_dict" not in state
+    collector = make(None, actor())
+    collector.load_state_dict(state)
+    assert collector.next().shape == (10,)
+
+
+def test_weights_for_a_policy_that_has_none_are_refused(make: Make) -> None:
+    state = make(None, actor()).state_dict()
+    collector = make(None, lambda td: td.set("action", td["observation"][..., :2]))
+    with pytest.raises(ValueError, match=r"weights.*none"):
+        collector.load_state_dict(state)

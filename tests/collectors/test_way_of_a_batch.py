@@ -1,0 +1,59 @@
+"""A batch takes the steps that docs/design.md draws, in that order, in one process and in many."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from kinds import ASYNC_HERE, SINGLE, SYNC_HERE, Kind, Make, over
+
+WAY = [
+    ("delivery.py", "next"),
+    ("pool.py", "issue"),
+    ("pool.py", "attend"),
+    ("local.py", "wait"),
+    ("session.py", "step"),
+    ("worker.py", "work"),
+    ("engine.py", "collect"),
+    ("loop.py", "collect"),
+    ("pool.py", "_take_in"),
+    ("surface.py", "_deliver"),
+]
+"""(file, function) of each step that can be seen in this process."""
+
+
+def calls_during(do: Any) -> list[tuple[str, str]]:
+    seen: list[tuple[str, str]] = []
+
+    def watch(frame: FrameType, event: str, argument: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and "swath" in path.parts:
+            seen.append((path.name, frame.f_code.co_name))
+
+    sys.setprofile(watch)
+    try:
+        do()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+@over([SINGLE, SYNC_HERE, ASYNC_HERE])
+def test_a_batch_takes_the_steps_of_the_design_in_order(make: Make, kind: Kind) -> None:
+    collector = make()
+    calls = calls_during(collector.next)
+    place = 0
+    for step in WAY:
+        assert step in calls[place:], f"{step} is not met after {calls[place - 1] if place else 'the beginning'}"
+        place = calls.index(step, place) + 1
+
+
+@pytest.mark.parametrize("step", [step for step in WAY if not step[1].startswith("_")], ids=":".join)
+def test_the_design_page_names_each_step(step: tuple[str, str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
+    file, function = step
+    assert f"{Path(file).stem}." in page
+    assert f".{function}" in page

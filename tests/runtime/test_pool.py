@@ -1,0 +1,571 @@
+"""Pool: work, questions, and what becomes of workers that fail, die or stall."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from jobs import Doing, sleep, until
+
+from swath.errors import ClosedError, StallWarning, WorkerDiedError, WorkerRestartedWarning
+from swath.runtime import MemoryBlock
+from swath.runtime.carrier import Carrier, Link, Order
+from swath.runtime.local import LocalCarrier
+from swath.runtime.pool import Pool, Supervision, Work
+from swath.runtime.processes import ProcessCarrier
+
+pytestmark = pytest.mark.timeout(60)
+Start = Callable[..., ProcessCarrier]
+RESTART, DROP = Supervision(on_failure="restart"), Supervision(on_failure="drop")
+
+
+@dataclass
+class Tasks:
+    """The owner of a pool: what its workers are started for, and what it has heard."""
+
+    make: Callable[[int, bool], Any] = lambda index, replaces: Doing()
+    heard: list[Any] = field(default_factory=list)
+    at_restart: Callable[[int], Any] = lambda index: None
+
+    def task(self, index: int, replaces: bool) -> Any:
+        self.heard.append(("task", index, replaces))
+        return self.make(index, replaces)
+
+    def lost(self, index: int) -> None:
+        self.heard.append(("lost", index))
+
+    def restarted(self, index: int) -> None:
+        self.heard.append(("restarted", index))
+        self.at_restart(index)
+
+
+def pool_of(
+    carrier: Carrier,
+    workers: int = 2,
+    tasks: Tasks | None = None,
+    supervision: Supervision | None = None,
+    **options: Any,
+) -> Pool[Work]:
+    """A pool whose workers are ready; they may take as long as they like for that."""
+    pool: Pool[Work] = Pool(carrier, workers, tasks or Tasks(), Supervision(), "the pool", **options)
+    pool.start()
+    pool.supervision = supervision or Supervision()
+    return pool
+
+
+@pytest.fixture(params=["processes", "local"])
+def carrier(request: pytest.FixtureRequest, start_workers: Start) -> Carrier:
+    return start_workers(workers=2) if request.param == "processes" else LocalCarrier(2)
+
+
+def wait_for(pool: Pool[Work], *works: Work) -> None:
+    """Looking for stalls often."""
+    while not all(work.is_over for work in works):
+        pool.attend(0.02)
+
+
+def do(pool: Pool[Work], index: int, request: Any = "x") -> Any:
+    """The receipt of a piece of work."""
+    pool.issue(work := Work(index, request))
+    wait_for(pool, work)
+    return work.receipt
+
+
+def die_of(ends: dict[Any, Callable[[], Any]]) -> Callable[[Link, Order], Any]:
+    """What is done in work: `ends` names requests that a worker does not survive."""
+
+    def work(link: Link, order: Order) -> Any:
+        ends.get(order.work, lambda: None)()
+        return os.getpid(), order.work
+
+    return work
+
+
+def once(block: MemoryBlock, end: Callable[[], Any]) -> Callable[[], Any]:
+    """`end`, the first time that it is called in any process."""
+
+    def first() -> None:
+        count = block.array((1,), "int64")
+        count[0] += 1
+        if count[0] == 1:
+            end()
+
+    return first
+
+
+def kill_oneself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# -- work and questions ----------------------------------------------------------------------------------------------
+
+
+def test_work_is_finished_in_order_and_counted(carrier: Carrier) -> None:
+    tasks = Tasks(lambda index, replaces: Doing(begin=lambda link: f"worker {index}"))
+    pool = pool_of(carrier, 2, tasks)
+    assert pool.indices == [0, 1]
+    assert pool.started == {0: "worker 0", 1: "worker 1"}
+    assert tasks.heard == [("task", 0, False), ("task", 1, False)]
+    works = [Work(0, "a"), Work(0, "b"), Work(1, "c")]
+    for work in works:
+        pool.issue(work)
+    assert len({work.ticket for work in works}) == 3
+    assert pool.last_ticket == {0: works[1].ticket, 1: works[2].ticket}
+    assert (pool.outstanding(0), pool.outstanding(1)) == (2, 1)
+    assert pool.under_way == works
+    wait_for(pool, *works)
+    assert [work.receipt[1] for work in works] == ["a", "b", "c"]  # type: ignore[index]
+    assert [work for work in pool.finished if work.index == 0] == works[:2]
+    assert pool.under_way == []
+    assert not any(work.is_lost for work in works)
+
+
+def test_answers_by_worker(carrier: Carrier) -> None:
+    pool = pool_of(carrier)
+    assert pool.ask({0: lambda job: "zero", 1: lambda job: "one"}, "numbers") == {0: "zero", 1: "one"}
+    assert pool.ask({1: lambda job: None}, "nothing") == {1: None}
+    assert pool.ask({}, "nobody") == {}
+
+
+def test_what_a_question_raises_is_raised_and_the_worker_goes_on(carrier: Carrier) -> None:
+    pool = pool_of(carrier)
+    with pytest.raises(ZeroDivisionError) as caught:
+        pool.ask({0: lambda job: 1, 1: lambda job: 1 / 0}, "a division")
+    if not carrier.is_local:
+        assert "Raised in worker 1 by a division." in getattr(caught.value, "__notes__", [str(caught.value)])[0]
+    assert pool.failure is None
+    assert pool.ask({1: lambda job: "alive"}, "x") == {1: "alive"}
+
+
+def test_a_question_may_discard_work(carrier: Carrier) -> None:
+    pool = pool_of(carrier)
+    works = [Work(0, n) for n in range(50)]
+    for work in works:
+        pool.issue(work)
+    assert pool.ask({0: lambda job: "x"}, "x", discards_work=True) == {0: "x"}
+    assert pool.outstanding(0) == 0
+    assert not any(work.is_over for work in works if work not in pool.finished)
+    assert do(pool, 0, "next")[1] == "next"
+    done = [receipt[1] for receipt in (*(work.receipt for work in pool.finished), *pool.unclaimed)]  # type: ignore[index]
+    log = pool.ask({0: lambda job: [each for each in job.log if each != "question"]}, "x")[0]
+    assert log == [*range(len(done) - 1), "next"]
+    assert set(done) == set(log), "what was done all the same is not lost"  # type: ignore[call-overload]
+
+
+def test_an_answer_that_does_not_come_in_time(start_workers: Start) -> None:
+    pool = pool_of(start_workers(workers=2))
+    with pytest.raises(TimeoutError, match=r"Workers \[1\] of the pool have not answered in time: a nap"):
+        pool.ask({0: lambda job: 1, 1: lambda job: time.sleep(1.5)}, "a nap", timeout_s=0.2)
+    assert pool.ask({1: lambda job: "later"}, "x") == {1: "later"}, "the late answer is nobody's"
+
+
+def test_several_threads_ask_at_once_while_work_is_done(start_workers: Start) -> None:
+    """With questions that are larger than what waits on its way."""
+    pool = pool_of(start_workers(workers=2))
+    wrong: list[Any] = []
+
+    def keep_asking(name: str) -> None:
+        large = name * 400_000
+        try:
+            for number in range(15):
+                wanted = (number, len(large))
+                answers = pool.ask(
+                    dict.fromkeys((0, 1), lambda job, text=large, number=number: (number, len(text))), name
+                )
+                if answers != {0: wanted, 1: wanted}:
+                    wrong.append((name, answers))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=keep_asking, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for number in range(100):
+        assert do(pool, number % 2, number)[1] == number
+    for thread in threads:
+        thread.join(40)
+        assert not thread.is_alive()
+    assert wrong == []
+
+
+def test_a_thread_may_attend_while_it_attends(start_workers: Start) -> None:
+    """As an owner does that asks a new worker something before its work."""
+    pool: Pool[Work]
+    tasks = Tasks(
+        lambda index, replaces: Doing(die_of({} if replaces else {"end": kill_oneself})),
+        at_restart=lambda index: tasks.heard.append(pool.ask({index: lambda job: time.sleep(1.0)}, "a nap")),
+    )
+    pool = pool_of(start_workers(workers=1), 1, tasks, RESTART)
+    begun = time.process_time()
+    with pytest.warns(WorkerRestartedWarning):
+        assert do(pool, 0, "end")[1] == "end"
+    assert tasks.heard[-1] == {0: None}
+    assert time.process_time() - begun < 0.5, "it asks again and again instead of waiting"
+
+
+def test_a_local_worker_may_be_asked_from_within_its_work() -> None:
+    """As a hook does that uses its collector: the next work waits until this one is done."""
+
+    def work(link: Link, order: Order) -> Any:
+        return order.work, pool.ask({0: lambda job: list(job.log)}, "x")[0]
+
+    pool = pool_of(LocalCarrier(1), 1, Tasks(lambda index, replaces: Doing(work)))
+    works = [Work(0, "first"), Work(0, "second")]
+    for each in works:
+        pool.issue(each)
+    wait_for(pool, *works)
+    assert works[0].receipt == ("first", ["first", "question"])
+    assert works[1].receipt == ("second", ["first", "question", "second", "question"])
+
+
+# -- failures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "words"),
+    [
+        ("raise", ZeroDivisionError, r"in worker 1 \(pid \d+\) of the pool while collecting"),
+        ("exit", WorkerDiedError, r"Worker 1 \(pid \d+\) has ended with exit code 3 while it was collecting"),
+        ("kill", WorkerDiedError, r"Worker 1 \(pid \d+\) was killed by SIGKILL .* while it was collecting"),
+    ],
+)
+def test_a_failure_is_raised_and_raised_again(start_workers: Start, request_: str, error: Any, words: str) -> None:
+    ends: dict[Any, Any] = {"raise": lambda: 1 / 0, "exit": lambda: os._exit(3), "kill": kill_oneself}
+    tasks = Tasks(lambda index, replaces: Doing(die_of(ends)))
+    pool = pool_of(start_workers(workers=2), 2, tasks)
+    pid = pool.carrier.pid(1)
+    with pytest.raises(error) as caught:
+        do(pool, 1, request_)
+    text = "\n".join((str(caught.value), *getattr(caught.value, "__notes__", [])))
+    assert re.search(words, text)
+    assert str(pid) in text
+    assert pool.failure is caught.value
+    with pytest.raises(error) as again:
+        pool.ask({0: lambda job: 1}, "x")
+    assert again.value is caught.value
+    assert ("lost", 1) not in tasks.heard
+
+
+def test_an_idle_worker_that_dies(start_workers: Start) -> None:
+    pool = pool_of(start_workers(workers=1), 1)
+    pool.carrier.kill(0)
+    with pytest.raises(WorkerDiedError, match="while it had nothing to do"):
+        attend_for(pool, 20)
+
+
+def test_what_a_worker_does_may_be_told_by_the_owner(start_workers: Start) -> None:
+    pool = pool_of(start_workers(workers=1), 1, doing=lambda index: f"dreaming ({index})")
+    pool.carrier.kill(0)
+    with pytest.raises(WorkerDiedError, match=r"while dreaming \(0\)"):
+        attend_for(pool, 20)
+
+
+def fail_to_begin(link: Link) -> None:
+    raise OSError("no env")
+
+
+@pytest.mark.parametrize("supervision", [Supervision(), RESTART, DROP], ids=lambda one: one.on_failure)
+@pytest.mark.parametrize("begin", [fail_to_begin, lambda link: os._exit(3)])
+def test_a_worker_that_fails_before_it_is_ready_is_an_error(
+    start_workers: Start, begin: Any, supervision: Supervision
+) -> None:
+    tasks = Tasks(lambda index, replaces: Doing(begin=begin) if index else Doing())
+    pool: Pool[Work] = Pool(start_workers(workers=2), 2, tasks, supervision, "the pool")
+    with pytest.raises((OSError, WorkerDiedError), match=r"no env|while it was being made"):
+        pool.start()
+    assert pool.restarts == 0
+
+
+def test_a_task_that_cannot_be_read(start_workers: Start) -> None:
+    class Unreadable:
+        def __reduce__(self) -> Any:
+            return (lambda: {}["missing"]), ()
+
+    pool: Pool[Work] = Pool(
+        start_workers(workers=1), 1, Tasks(lambda index, replaces: Unreadable()), Supervision(), "the pool"
+    )
+    with pytest.raises(KeyError, match="missing") as caught:
+        pool.start()
+    assert "reading its task" in "".join(getattr(caught.value, "__notes__", [str(caught.value)]))
+
+
+@pytest.mark.parametrize("description", ["ready", None])
+@pytest.mark.parametrize("end", [kill_oneself, lambda: 1 / 0])
+def test_a_new_worker_does_the_same_work_and_answers_the_same_questions(
+    start_workers: Start, end: Any, description: Any
+) -> None:
+    end = once(MemoryBlock(8), end)
+    tasks = Tasks(lambda index, replaces: Doing(die_of({"end": end}), lambda link: description))
+    pool = pool_of(start_workers(workers=2), 2, tasks, RESTART)
+    pids = [pool.carrier.pid(index) for index in (0, 1)]
+    works = [Work(1, "before"), Work(1, "end"), Work(1, "after"), Work(0, "other")]
+    for work in works:
+        pool.issue(work)
+    with pytest.warns(WorkerRestartedWarning, match=r"Worker 1 of the pool is restarted \(1 of 3\): "):
+        wait_for(pool, *works)
+    assert pool.ask({1: lambda job: job.log}, "x")[1] == ["end", "after", "question"]
+    assert [work.receipt[1] for work in works] == ["before", "end", "after", "other"]  # type: ignore[index]
+    assert works[0].receipt[0] == pids[1]  # type: ignore[index]
+    assert works[1].receipt[0] == works[2].receipt[0] == pool.carrier.pid(1) != pids[1]  # type: ignore[index]
+    assert pool.carrier.pid(0) == pids[0]
+    assert pool.restarts == 1
+    assert tasks.heard[2:] == [("lost", 1), ("task", 1, True), ("restarted", 1)]
+
+
+def test_a_question_is_asked_again_of_a_new_worker(start_workers: Start) -> None:
+    block = MemoryBlock(8)
+    end = once(block, kill_oneself)
+    pool = pool_of(start_workers(workers=1), 1, supervision=RESTART)
+    with pytest.warns(WorkerRestartedWarning):
+        assert pool.ask({0: lambda job: (end(), "answered")[1]}, "x") == {0: "answered"}
+    assert block.array((1,), "int64") == 2
+
+
+def test_each_worker_is_restarted_so_many_times(start_workers: Start) -> None:
+    tasks = Tasks(lambda index, replaces: Doing(die_of({"end": kill_oneself})))
+    pool = pool_of(start_workers(workers=1), 1, tasks, Supervision(on_failure="restart", max_restarts=2))
+    with pytest.warns(WorkerRestartedWarning) as told, pytest.raises(WorkerDiedError) as caught:
+        do(pool, 0, "end")
+    assert [f"({number} of 2)" in str(one.message) for number, one in enumerate(told, 1)] == [True, True]
+    if hasattr(caught.value, "__notes__"):
+        assert caught.value.__notes__ == ["It was restarted 2 times before: max_restarts=2."]
+    assert pool.restarts == 2
+
+
+def test_a_new_worker_that_fails_while_it_is_made_is_restarted_too(start_workers: Start) -> None:
+    fails = once(MemoryBlock(8), lambda: os._exit(3))
+    tasks = Tasks(
+        lambda index, replaces: Doing(begin=lambda link: fails()) if replaces else Doing(die_of({"end": kill_oneself}))
+    )
+    pool = pool_of(start_workers(workers=1), 1, tasks, RESTART)
+    with pytest.warns(WorkerRestartedWarning) as told:
+        assert do(pool, 0, "end")[1] == "end"
+    assert [f"({number} of 3)" in str(one.message) for number, one in enumerate(told, 1)] == [True, True]
+    assert "while it was being made" in str(told[1].message)
+
+
+def test_a_worker_is_dropped_and_the_others_go_on(start_workers: Start) -> None:
+    tasks = Tasks(lambda index, replaces: Doing(die_of({"end": kill_oneself})))
+    pool = pool_of(start_workers(workers=2), 2, tasks, DROP)
+    works = [Work(0, "end"), Work(0, "after"), Work(1, "other")]
+    for work in works:
+        pool.issue(work)
+    with pytest.warns(WorkerRestartedWarning, match="Worker 0 of the pool is dropped, 1 are left: WorkerDiedError"):
+        wait_for(pool, *works)
+    assert [work.is_lost for work in works] == [True, True, False]
+    assert pool.indices == [1]
+    assert list(pool.started) == [1]
+    assert tasks.heard[2:] == [("lost", 0)]
+    with pytest.raises(WorkerDiedError) as caught:
+        do(pool, 1, "end")
+    assert getattr(caught.value, "__notes__", ["No worker is left."]) == ["No worker is left."]
+
+
+def test_a_question_to_a_worker_that_is_dropped_has_no_answer(start_workers: Start) -> None:
+    pool = pool_of(start_workers(workers=2), 2, supervision=DROP)
+    with pytest.warns(WorkerRestartedWarning):
+        assert pool.ask({0: lambda job: os._exit(3), 1: lambda job: "left"}, "x") == {1: "left"}
+    assert pool.ask({0: lambda job: "dead", 1: lambda job: "left"}, "x", timeout_s=5.0) == {1: "left"}
+
+
+def test_warnings_that_are_errors_lose_nothing(start_workers: Start) -> None:
+    def warn(link: Link) -> None:
+        warnings.warn("beware", UserWarning, stacklevel=1)
+
+    tasks = Tasks(lambda index, replaces: Doing(die_of({} if replaces else {"end": kill_oneself}), warn))
+    pool: Pool[Work] = Pool(start_workers(workers=2, warns=True), 2, tasks, RESTART, "the pool")
+    caught: list[Warning] = []
+
+    def keep_trying(step: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return step()
+            except Warning as warning:
+                caught.append(warning)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match=r"Worker [01]: beware"):
+            pool.start()
+        while len(pool.started) < 2:
+            keep_trying(lambda: pool.attend(1.0))
+        pool.issue(work := Work(1, "end"))
+        keep_trying(lambda: wait_for(pool, work))
+    assert work.receipt[1] == "end"  # type: ignore[index]
+    assert [type(warning) for warning in caught] == [UserWarning, WorkerRestartedWarning, UserWarning]
+
+
+# -- stalls ----------------------------------------------------------------------------------------------------------
+
+
+def nap(link: Link, order: Order) -> Any:
+    """Sleep for so long; with a minus, beating meanwhile."""
+    end = time.monotonic() + abs(order.work)  # type: ignore[arg-type]
+    while time.monotonic() < end:
+        time.sleep(0.02)
+        if order.work < 0:  # type: ignore[operator]
+            link.beat(order.ticket)
+    return "awake"
+
+
+def restless(**options: Any) -> Supervision:
+    return Supervision(**{"stall_warning_s": 0.15, **options})
+
+
+def attend_for(pool: Pool[Work], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pool.attend(0.02)
+
+
+def test_a_stalled_worker_is_named_once(start_workers: Start) -> None:
+    pool = pool_of(start_workers(workers=2), 2, Tasks(lambda index, replaces: Doing(nap)), restless())
+    words = (
+        r"Worker 1 \(pid \d+\) of the pool has made no step for \d\.\d s: a step .* long\. Waiting goes on; .*=0\.15"
+    )
+    for seconds in (1.0, 0.6):  # it has moved meanwhile
+        with pytest.warns(StallWarning, match=words) as told:
+            do(pool, 1, seconds)
+        assert len(told) == 1
+
+
+def test_a_worker_that_beats_or_has_nothing_to_do_is_not_stalled(start_workers: Start) -> None:
+    pool = pool_of(
+        start_workers(workers=2), 2, Tasks(lambda index, replaces: Doing(nap)), restless(stall_warning_s=0.6)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        do(pool, 0, -1.5)
+
+
+def test_a_worker_is_stalled_that_should_move_or_answer(start_workers: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    moving = False
+    pool = pool_of(start_workers(workers=1), 1, None, restless(), is_busy=lambda index: moving)
+    attend_for(pool, 0.3)
+    moving = True
+    pool.expect_progress([0])
+    with pytest.warns(StallWarning):
+        attend_for(pool, 0.5)
+    moving = False
+    attend_for(pool, 0.05)
+    monkeypatch.setattr("swath.runtime.pool.LOOK_S", 0.02)
+    with pytest.warns(StallWarning):
+        pool.ask({0: lambda job: time.sleep(0.6)}, "x")
+
+
+def test_a_stopped_worker_is_said_to_be_stopped(start_workers: Start) -> None:
+    pool = pool_of(start_workers(workers=1), 1, None, restless())
+    os.kill(pool.carrier.pid(0), signal.SIGSTOP)
+    until(lambda: pool.carrier.is_stopped(0))
+    pool.issue(Work(0, "x"))
+    with pytest.warns(StallWarning, match="it is stopped"):
+        attend_for(pool, 0.5)
+
+
+def test_a_stalled_worker_is_killed_in_time(start_workers: Start) -> None:
+    supervision = restless(stall_timeout_s=0.4)
+    pool = pool_of(start_workers(workers=1), 1, Tasks(lambda index, replaces: Doing(nap)), supervision)
+    pool.issue(Work(0, 3600))
+    begun = time.monotonic()
+    with (
+        pytest.warns(StallWarning, match=r"It is killed after stall_timeout_s=0\.4"),
+        pytest.raises(WorkerDiedError, match=r"It had made no step for stall_timeout_s=0\.4 seconds"),
+    ):
+        attend_for(pool, 20)
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("has_last_words", [False, True])
+def test_a_stalled_worker_is_replaced_as_often_as_it_stalls(
+    start_workers: Start, has_last_words: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its error is told before it ends."""
+
+    def fail(self: ProcessCarrier, index: int) -> None:
+        os.kill(self.pid(index), signal.SIGALRM)
+
+    def raise_at_the_end(link: Link) -> None:
+        signal.signal(signal.SIGALRM, lambda *_: 1 / 0)
+
+    if has_last_words:
+        monkeypatch.setattr(ProcessCarrier, "kill", fail)
+    block = MemoryBlock(8)
+
+    def stall_twice(link: Link, order: Order) -> str:
+        naps = block.array((1,), "int64")
+        naps[0] += 1
+        return "awake" if naps[0] > 2 else nap(link, order)
+
+    supervision = restless(on_failure="restart", stall_warning_s=60.0, stall_timeout_s=0.5, max_restarts=20)
+    pool = pool_of(
+        start_workers(workers=1), 1, Tasks(lambda index, replaces: Doing(stall_twice, raise_at_the_end)), supervision
+    )
+    words = "ZeroDivisionError" if has_last_words else "stall_timeout_s"
+    with pytest.warns(WorkerRestartedWarning, match=words) as told:
+        assert do(pool, 0, 3600) == "awake"
+    assert len(told) == pool.restarts >= 2  # more, where a new one was slow to start
+
+
+def test_a_worker_has_so_long_to_start(start_workers: Start) -> None:
+    tasks = Tasks(lambda index, replaces: Doing(begin=sleep))
+    pool: Pool[Work] = Pool(start_workers(workers=1), 1, tasks, Supervision(start_timeout_s=0.3), "the pool")
+    with pytest.raises(TimeoutError, match=r"Worker 0 of the pool has not made its env .* start_timeout_s=0"):
+        pool.start()
+
+
+def test_a_new_worker_in_the_place_of_another_has_so_long_too(start_workers: Start) -> None:
+    tasks = Tasks(lambda index, replaces: Doing(begin=sleep) if replaces else Doing(die_of({"end": kill_oneself})))
+    pool = pool_of(start_workers(workers=1), 1, tasks, RESTART)
+    pool.supervision = Supervision(on_failure="restart", start_timeout_s=0.3, max_restarts=2)
+    with pytest.warns(WorkerRestartedWarning) as told, pytest.raises(TimeoutError, match="Worker 0 of the pool"):
+        do(pool, 0, "end")
+    assert ["TimeoutError" in str(one.message) for one in told] == [False, True]
+
+
+# -- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_that_is_shut_down_keeps_no_thread_waiting(start_workers: Start) -> None:
+    pool = pool_of(start_workers(workers=2), 2, Tasks(lambda index, replaces: Doing(nap)))
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            pool.ask({0: lambda job: time.sleep(3600)}, "x")
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    begun = time.monotonic()
+    pool.shutdown(1.0)
+    pool.shutdown(1.0)
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert time.monotonic() - begun < 8
+    assert [type(error) for error in raised] == [ClosedError] * 3
+    assert pool.indices == []
+
+
+def test_shutting_down_interrupts_work(start_workers: Start) -> None:
+    def step(link: Link, order: Order) -> Any:
+        while not link.beat(order.ticket):
+            time.sleep(0.01)
+
+    pool = pool_of(start_workers(workers=1), 1, Tasks(lambda index, replaces: Doing(step)))
+    pool.issue(Work(0, "x"))
+    until(lambda: pool.carrier.heartbeat(0) > 3)
+    begun = time.monotonic()
+    pool.shutdown(30.0)
+    assert time.monotonic() - begun < 10, "it was not waited for in vain"

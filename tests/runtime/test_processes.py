@@ -1,0 +1,507 @@
+"""ProcessCarrier: processes that are started, waited for, die, hang and are stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import stat
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from jobs import Doing, hear, is_gone, server, sleep, sleep_deaf, until
+
+from swath.runtime import MemoryBlock
+from swath.runtime.carrier import (
+    Answer,
+    Ended,
+    Failed,
+    Finished,
+    Link,
+    Order,
+    Packed,
+    Place,
+    Question,
+    Started,
+    Stop,
+    Warned,
+)
+from swath.runtime.columns import Columns, Leaf
+from swath.runtime.process import start
+from swath.runtime.processes import ProcessCarrier
+from swath.runtime.snapshots import SnapshotContents
+
+pytestmark = pytest.mark.timeout(60)
+Start = Callable[..., ProcessCarrier]
+
+
+def ready(carrier: ProcessCarrier) -> ProcessCarrier:
+    """The carrier, when all its workers have said that they are ready."""
+    assert all(isinstance(news, Started) for _, news in hear(carrier, len(carrier.workers)))
+    return carrier
+
+
+def ask(carrier: ProcessCarrier, request: Any) -> Any:
+    """What worker 0 answers."""
+    carrier.send(0, Question(1, request))
+    ((_, answer),) = hear(carrier, 1)
+    assert isinstance(answer, Answer)
+    assert isinstance(answer.value, Packed), answer
+    return pickle.loads(answer.value.data)
+
+
+# -- messages and ends -----------------------------------------------------------------------------------------------
+
+
+def test_workers_answer(start_workers: Start) -> None:
+    carrier = start_workers(Doing(), Doing(begin=lambda link: {"lanes": 3}))
+    assert sorted(hear(carrier, 2)) == [(0, Started("ready")), (1, Started({"lanes": 3}))]
+    for index in (0, 1):
+        carrier.send(index, Order(5 + index, f"to {index}"))
+    pids = [carrier.pid(index) for index in (0, 1)]
+    assert sorted(hear(carrier, 2)) == [(0, Finished(5, (pids[0], "to 0"))), (1, Finished(6, (pids[1], "to 1")))]
+    assert carrier.alive() == carrier.workers == [0, 1]
+    assert os.getpid() not in pids
+
+
+def test_waiting_has_an_end(start_workers: Start) -> None:
+    carrier = ready(start_workers(Doing()))
+    begun = time.monotonic()
+    assert not carrier.wait(0.1)
+    assert carrier.receive() == []
+    assert 0.09 < time.monotonic() - begun < 2
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (lambda job: os._exit(3), 3),
+        (lambda job: sys.exit(4), 4),
+        (lambda job: sys.exit("why"), 1),
+        (lambda job: os.kill(os.getpid(), signal.SIGKILL), -9),
+        (lambda job: os.kill(os.getpid(), signal.SIGSEGV), -11),
+    ],
+)
+def test_ends_are_told(start_workers: Start, request_: Any, code: int) -> None:
+    carrier = ready(start_workers(Doing()))
+    carrier.send(0, Question(1, request_))
+    assert hear(carrier, 1) == [(0, Ended(code))]
+    assert carrier.alive() == []
+    assert carrier.workers == [0], "it is there until it is stopped"
+    carrier.send(0, Order(1, "to nobody"))
+    assert not carrier.wait(0.05), "an end is told once"
+
+
+def test_a_worker_that_is_asked_to_stop_ends_well(start_workers: Start) -> None:
+    block = MemoryBlock(8)
+    task = Doing()
+    task.stop = lambda: block.array((1,), "int64").fill(1)  # type: ignore[method-assign]
+    carrier = ready(start_workers(task))
+    carrier.send(0, Stop())
+    assert hear(carrier, 1) == [(0, Ended(0))]
+    assert block.array((1,), "int64") == 1, "its job was stopped before"
+
+
+@pytest.mark.parametrize(
+    ("task", "doing"),
+    [
+        (Doing(begin=lambda link: 1 / 0), "being made"),
+        (Doing(begin=lambda link: sys.exit(4)), "being made"),
+        (Doing(work=lambda link, order: 1 / 0), "collecting"),
+        (Doing(work=lambda link, order: sys.exit(4)), "collecting"),
+    ],
+)
+def test_an_error_is_told_before_the_end(start_workers: Start, task: Doing, doing: str) -> None:
+    carrier = start_workers(task)
+    carrier.send(0, Order(1, "x"))
+    *_, (_, failed), end = hear(carrier, 2 if doing == "being made" else 3)
+    assert isinstance(failed, Failed)
+    assert failed.doing == doing
+    assert "ZeroDivisionError" in failed.failure.summary or "SystemExit" in failed.failure.summary
+    assert end == (0, Ended(1))
+
+
+def test_the_end_comes_after_everything_else(start_workers: Start) -> None:
+    def talk(link: Link) -> None:
+        for number in range(500):
+            link.send(Finished(number, b"x" * 1000))
+        os._exit(5)
+
+    news = hear(start_workers(Doing(begin=talk)), 501)
+    assert [message.ticket for _, message in news[:-1]] == list(range(500))  # type: ignore[union-attr]
+    assert news[-1] == (0, Ended(5))
+
+
+def test_a_worker_that_closes_its_channel_is_ended(start_workers: Start) -> None:
+    def close(link: Any) -> None:
+        os.close(link.fileno())
+        time.sleep(3600)
+
+    assert hear(start_workers(Doing(begin=close)), 1) == [(0, Ended(-9))]
+
+
+def test_a_child_that_outlives_a_worker_keeps_nobody_waiting(start_workers: Start) -> None:
+    def leave_a_child(link: Any) -> None:
+        link.send(Started("last"))
+        copy = os.dup(link.fileno())
+        if not os.fork():
+            time.sleep(5)
+            os._exit(copy)
+        os._exit(6)
+
+    carrier = start_workers(Doing(begin=leave_a_child))
+    begun = time.monotonic()
+    assert hear(carrier, 2) == [(0, Started("last")), (0, Ended(6))]
+    assert time.monotonic() - begun < 4
+
+
+def test_the_server_is_killed(start_workers: Start) -> None:
+    carrier = start_workers(Doing(begin=sleep))
+    hear(carrier, 1)
+    process = server()
+    process.kill()
+    process.wait()
+    assert hear(carrier, 1) == [(0, Ended(None))]
+    other = ready(start_workers(Doing()))
+    assert ask(other, lambda job: 1) == 1
+
+
+def test_the_server_is_stopped(start_workers: Start) -> None:
+    """There is no process to tell how a worker ended; its end is told all the same."""
+    carrier = start_workers(Doing(begin=sleep))
+    hear(carrier, 1)
+    process = server()
+    process.suspend()
+    try:
+        carrier.kill(0)
+        begun = time.monotonic()
+        assert hear(carrier, 1) == [(0, Ended(None))]
+        assert time.monotonic() - begun < 4
+    finally:
+        process.resume()
+
+
+@pytest.mark.parametrize("begin", [sleep, sleep_deaf])
+def test_workers_that_do_not_hear_are_ended(start_workers: Start, begin: Any) -> None:
+    carrier = start_workers(Doing(begin=begin), Doing())
+    hear(carrier, 2)
+    begun = time.monotonic()
+    carrier.shutdown(1.0)
+    assert time.monotonic() - begun < 2
+    assert carrier.workers == []
+    carrier.shutdown()
+
+
+def test_a_stopped_worker_is_ended_at_once(start_workers: Start) -> None:
+    carrier = ready(start_workers(Doing()))
+    assert not carrier.is_stopped(0)
+    os.kill(carrier.pid(0), signal.SIGSTOP)
+    until(lambda: carrier.is_stopped(0))
+    begun = time.monotonic()
+    carrier.shutdown()
+    assert time.monotonic() - begun < 1
+
+
+def test_one_worker_is_stopped_and_the_others_go_on(start_workers: Start) -> None:
+    carrier = ready(start_workers(Doing(), Doing()))
+    pid = carrier.pid(0)
+    carrier.stop(0, timeout_s=5.0)
+    carrier.stop(0)
+    assert is_gone(pid)
+    assert carrier.workers == carrier.alive() == [1]
+    carrier.send(0, Order(1, "to nobody"))
+    carrier.send(1, Order(2, "x"))
+    assert hear(carrier, 1) == [(1, Finished(2, (carrier.pid(1), "x")))]
+
+
+def test_a_new_worker_in_the_place_of_another(start_workers: Start) -> None:
+    carrier = ready(start_workers(Doing(), Doing(), Doing()))
+    former = carrier.pid(1)
+    carrier.start(1, Doing(begin=lambda link: "new"))
+    assert carrier.pid(1) != former
+    assert carrier.workers == [0, 1, 2]  # in order
+    assert hear(carrier, 1) == [(1, Started("new"))]
+    assert is_gone(former)
+
+
+def test_a_fork_of_this_process_leaves_the_workers_alone(start_workers: Start) -> None:
+    carrier = ready(start_workers(Doing()))
+    pid = os.fork()
+    if not pid:
+        carrier.shutdown()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert ask(carrier, lambda job: 1) == 1
+
+
+def test_a_task_that_cannot_be_read(start_workers: Start) -> None:
+    class Unreadable:
+        def __reduce__(self) -> Any:
+            return (lambda: {}["missing"]), ()
+
+    (_, failed), end = hear(start_workers(Unreadable()), 2)
+    assert isinstance(failed, Failed)
+    assert failed.doing == "reading its task"
+    assert isinstance(failed.failure.error(""), KeyError)
+    assert end == (0, Ended(1))
+
+
+def test_a_message_that_cannot_be_read(start_workers: Start) -> None:
+    class Unreadable:
+        def __reduce__(self) -> Any:
+            return (lambda: {}["missing"]), ()
+
+    carrier = ready(start_workers(Doing()))
+    carrier.send(0, Question(1, Unreadable()))
+    (_, failed), _ = hear(carrier, 2)
+    assert isinstance(failed, Failed)
+    assert failed.doing == "reading a message"
+
+
+def test_a_task_that_cannot_be_sent_starts_nothing(start_workers: Start) -> None:
+    carrier = start_workers(workers=1)
+    with pytest.raises(RuntimeError, match="is generator"):
+        carrier.start(0, Doing(begin=(number for number in range(3))))  # type: ignore[arg-type]
+    assert carrier.workers == []
+
+
+@pytest.mark.parametrize("shows_all", [True, False])
+def test_warnings_are_forwarded(start_workers: Start, shows_all: bool) -> None:
+    """All of them, or those of this library."""
+
+    def warn(link: Link) -> None:
+        from swath.errors import StallWarning
+
+        warnings.warn("not ours", UserWarning, stacklevel=1)
+        warnings.warn("ours", StallWarning, stacklevel=1)
+
+    *told, (_, started) = hear(start_workers(Doing(begin=warn), warns=shows_all), 3 if shows_all else 2)
+    texts = [news.text for _, news in told if isinstance(news, Warned)]
+    assert isinstance(started, Started)
+    assert texts[-1] == "ours"
+    assert [text.startswith("not ours (") for text in texts] == ([True, False] if shows_all else [False])
+
+
+def test_another_descriptor_can_be_watched(start_workers: Start) -> None:
+    carrier = ready(start_workers(Doing()))
+    reading, writing = os.pipe()
+    carrier.watch(reading)
+    assert not carrier.wait(0.0)
+    os.write(writing, b"x")
+    assert carrier.wait(5.0)
+    assert carrier.receive() == []
+    os.close(reading)
+    os.close(writing)
+
+
+# -- questions and orders ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("discards", [False, True])
+def test_questions_come_before_orders_that_wait_and_may_discard_them(start_workers: Start, discards: bool) -> None:
+    block = MemoryBlock(8)
+    may_go_on = block.array((1,), "int64")
+
+    def wait(link: Link, order: Order) -> None:
+        link.beat(order.ticket)
+        while not block.array((1,), "int64")[0]:
+            time.sleep(0.001)
+
+    carrier = ready(start_workers(Doing(work=wait)))
+    carrier.send(0, Order(1, "first"))
+    until(lambda: carrier.heartbeat(0) > 0)
+    carrier.send(0, Order(2, "second"))
+    carrier.send(0, Order(3, "third"))
+    carrier.send(0, Question(7, lambda job: "x", discards))
+    may_go_on[0] = 1
+    order = [type(news) for _, news in hear(carrier, 2 if discards else 4)]
+    assert order == [Finished, Answer, Finished, Finished][: len(order)]
+    carrier.send(0, Order(4, "last"))
+    assert hear(carrier, 1) == [(0, Finished(4, None))]
+    others = [] if discards else ["second", "third"]
+    assert ask(carrier, lambda job: job.log) == ["first", "question", *others, "last", "question"]
+
+
+def test_what_a_question_raises_is_the_answer(start_workers: Start) -> None:
+    carrier = ready(start_workers(Doing()))
+    for request in (lambda job: 1 / 0, lambda job: job.link):  # the second cannot be sent
+        carrier.send(0, Question(1, request))
+        ((_, answer),) = hear(carrier, 1)
+        assert isinstance(answer, Answer)
+        assert answer.failure is not None
+    assert ask(carrier, lambda job: "alive") == "alive"
+
+
+# -- what is seen and said without a message ---------------------------------------------------------------------------
+
+
+def test_heartbeats_reports_and_interrupts(start_workers: Start) -> None:
+    def count(link: Link, order: Order) -> int:
+        steps, is_over = 0, False
+        while not is_over:
+            is_over = link.beat(order.ticket) or order.work == steps
+            steps += 1
+        link.report({"frames": 4.0 * steps, "unknown": 1.0})
+        if order.work == 2:
+            link.beat(order.ticket)
+            link.is_interrupted(order.ticket)
+        return steps
+
+    carrier = ready(start_workers(Doing(work=count), fields=("frames", "episodes")))
+    nothing = {"steps": 0.0, "frames": 0.0, "episodes": 0.0}
+    assert carrier.report(0) == nothing
+    before = carrier.heartbeat(0)
+    carrier.send(0, Order(1, 2))
+    assert hear(carrier, 1) == [(0, Finished(1, 3))]
+    assert carrier.heartbeat(0) > before + 3
+    assert carrier.unreported_steps(0) == 1
+    assert carrier.report(0) == {"steps": 4.0, "frames": 12.0, "episodes": 0.0}
+    carrier.send(0, Order(2, "endless"))
+    carrier.interrupt(0, 2)
+    ((_, finished),) = hear(carrier, 1)
+    assert isinstance(finished, Finished)
+    carrier.send(0, Order(3, 5))
+    assert hear(carrier, 1) == [(0, Finished(3, 6))], "only orders up to 2 are interrupted"
+    carrier.interrupt(0)
+    carrier.send(0, Order(4, 5))
+    assert hear(carrier, 1) == [(0, Finished(4, 1))]
+    carrier.resume(0)
+    carrier.send(0, Order(5, 5))
+    assert hear(carrier, 1) == [(0, Finished(5, 6))]
+    carrier.start(0, Doing())
+    assert carrier.report(0) == nothing
+    assert carrier.heartbeat(0) == carrier.unreported_steps(0) == 0
+    ready(carrier)
+    carrier.shutdown()
+    assert carrier.report(0) == nothing, "can be read to the end"
+
+
+# -- data and weights --------------------------------------------------------------------------------------------------
+
+
+def write_ticket(link: Link, order: Order) -> tuple[int, int]:
+    """Write the ticket to the order's place; the memory's identity, and how much of it the job knows of."""
+    memory = link.memory(order.place)  # type: ignore[arg-type]
+    memory.tensors["n"].fill_(order.ticket)
+    return id(memory), len(os.listdir("/proc/self/fd"))
+
+
+def test_workers_write_their_parts_of_leased_memory(start_workers: Start) -> None:
+    carrier = ready(start_workers(Doing(work=write_ticket), Doing(work=write_ticket)))
+    memory = carrier.lease({"n": Leaf((2,), torch.int64)}, (4, 3), None)
+    for _ in range(2):
+        carrier.send(0, Order(7, None, Place(memory, 0, 1)))
+        carrier.send(1, Order(8, None, Place(memory, 1, 3)))
+        identities = {identity for _, news in hear(carrier, 2) for identity in [news.receipt[0]]}  # type: ignore[union-attr, index]
+        assert memory.tensors["n"][:, 2, 1].tolist() == [7, 8, 8, 8]
+        memory.tensors["n"].zero_()
+    assert len(identities) <= 2
+
+
+def test_memory_is_sent_once_and_forgotten_when_it_is_no_longer_used(start_workers: Start) -> None:
+    carrier = ready(start_workers(Doing(work=write_ticket)))
+    leaves = {"n": Leaf((), torch.int64)}
+
+    def write(memory: Columns, ticket: int) -> tuple[int, int]:
+        carrier.send(0, Order(ticket, None, Place(memory, 0, 2)))
+        ((_, finished),) = hear(carrier, 1)
+        assert (memory.tensors["n"] == ticket).all()
+        return finished.receipt  # type: ignore[union-attr, return-value]
+
+    kept = carrier.lease(leaves, (2, 3), None)
+    same, descriptors = write(kept, 1)
+    for ticket in range(2, 20):
+        other = carrier.lease(leaves, (2, 3), None)
+        write(other, ticket)
+        assert write(kept, 100 + ticket) == (same, descriptors), "the same object, and nothing is left open"
+        del other
+
+    def mapped(job: Any) -> int:
+        with open("/proc/self/maps") as maps:
+            return sum("swath" in line or "memfd" in line for line in maps)
+
+    assert ask(carrier, mapped) < 10
+
+
+def test_memory_goes_along_with_the_task(start_workers: Start) -> None:
+    block = MemoryBlock(64)
+
+    def write(link: Link) -> None:
+        block.array((8,), "int64")[:] = 9
+
+    ready(start_workers(Doing(begin=write)))
+    assert (block.array((8,), "int64") == 9).all()
+
+
+def test_workers_take_snapshots(start_workers: Start) -> None:
+    carrier = ready(start_workers(Doing()))
+    store = carrier.open_snapshots(SnapshotContents({"weight": Leaf((2,), torch.float32)}))
+    carrier.subscribe(0, ("policy", None), store)
+    for version in range(3):
+        store.publish({"weight": torch.full((2,), float(version))}, version)
+        taken = ask(carrier, lambda job: {topic: one.snapshot() for topic, one in job.subscribed.items()})
+        assert taken["policy", None]["weight"].tolist() == [version, version]
+
+
+# -- their surroundings ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def manager() -> Iterator[Any]:
+    with multiprocessing.get_context("fork").Manager() as manager:
+        manager.dict()["connected"] = True  # from now on there is a connection, which stays
+        start(lambda channel: None, "spawn").channel.close()  # as does the server of processes that are spawned
+        yield manager
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_a_worker_may_use_what_a_manager_of_the_parent_offers(manager: Any, start_workers: Start, method: str) -> None:
+    offered = manager.dict()
+
+    def write(link: Link) -> None:
+        offered["written by"] = os.getpid()
+
+    carrier = ready(start_workers(Doing(begin=write), method=method))
+    assert offered["written by"] == carrier.pid(0)
+
+
+def test_a_worker_has_no_sockets_of_others(start_workers: Start) -> None:
+    def look(link: Link) -> int:
+        modes = []
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                modes.append(os.fstat(fd).st_mode)
+        return sum(map(stat.S_ISSOCK, modes))
+
+    told = hear(start_workers(*(Doing(begin=look) for _ in range(3))), 3)
+    assert sorted(told) == [(index, Started(1)) for index in range(3)]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_torch_has_as_many_threads_as_it_was_given(start_workers: Start, threads: int) -> None:
+    assert ask(ready(start_workers(Doing(), threads=threads)), lambda job: torch.get_num_threads()) == threads
+
+
+def test_unknown_methods_are_refused(start_workers: Start) -> None:
+    with pytest.raises(ValueError, match="one of"):
+        start_workers(Doing(), method="thread")
+
+
+def test_a_worker_draws_numbers_of_its_own(start_workers: Start) -> None:
+    def draw(link: Link) -> tuple[float, ...]:
+        import random
+
+        import numpy as np
+        import torch
+
+        return random.random(), np.random.rand(), float(torch.rand(()))
+
+    told = [news.description for _, news in hear(start_workers(Doing(begin=draw), Doing(begin=draw)), 2)]  # type: ignore[union-attr]
+    assert len({number for numbers in told for number in numbers}) == 6  # type: ignore[attr-defined]
