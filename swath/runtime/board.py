@@ -34,39 +34,39 @@ class Board:
         """Travel as the block."""
         return Board, (self._workers, self._fields, self._block)
 
-    def report(self, worker: int) -> dict[str, float]:
+    def report(self, index: int) -> dict[str, float]:
         """What a worker has reported, by name, and the `steps` that it has made."""
-        steps, _, _, *numbers = self._numbers[worker].tolist()
+        steps, _, _, *numbers = self._numbers[index].tolist()
         return {"steps": steps, **dict(zip(self._fields, numbers, strict=True))}
 
-    def heartbeat(self, worker: int) -> int:
+    def heartbeat(self, index: int) -> int:
         """How often the worker has shown that it lives."""
-        return int(self._numbers[worker, STEPS] + self._numbers[worker, SIGNS])
+        return int(self._numbers[index, STEPS] + self._numbers[index, SIGNS])
 
-    def unreported_steps(self, worker: int) -> int:
+    def unreported_steps(self, index: int) -> int:
         """Steps since the last report."""
-        return int(self._numbers[worker, STEPS] - self._numbers[worker, REPORTED])
+        return int(self._numbers[index, STEPS] - self._numbers[index, REPORTED])
 
-    def interrupt(self, worker: int, ticket: int = EVERYTHING) -> None:
+    def interrupt(self, index: int, ticket: int = EVERYTHING) -> None:
         """End the worker's orders up to `ticket`, after its current step."""
-        self._stops[worker] = ticket
+        self._stops[index] = ticket
 
-    def resume(self, worker: int) -> None:
+    def resume(self, index: int) -> None:
         """Interrupt nothing more."""
-        self._stops[worker] = 0
+        self._stops[index] = 0
 
-    def clear(self, worker: int) -> None:
+    def clear(self, index: int) -> None:
         """Begin anew, for a new worker in the place of another."""
-        self._numbers[worker] = 0.0
-        self._stops[worker] = 0
+        self._numbers[index] = 0.0
+        self._stops[index] = 0
 
     def release(self) -> None:
         """No more workers will be given the board; what stands on it can still be read."""
         self._block.release()
 
-    def row(self, worker: int) -> BoardRow:
+    def row(self, index: int) -> BoardRow:
         """The worker's own side."""
-        return BoardRow(self._numbers[worker], self._stops[worker : worker + 1], self._fields)
+        return BoardRow(self._numbers[index], self._stops[index : index + 1], self._fields)
 
 
 class BoardRow:

@@ -14,7 +14,7 @@ import torch
 
 from swath.keys import Key
 from swath.runtime.board import Board
-from swath.runtime.carrier import EVERYTHING, Finished, Message, News, Order, Place, Question, Subscribe, Task, Topic
+from swath.runtime.carrier import Finished, Message, News, Order, Place, Question, Subscribe, Task, Topic
 from swath.runtime.columns import Columns, Leaf
 from swath.runtime.session import Session
 from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore
@@ -77,7 +77,9 @@ class LocalCarrier:
     def __init__(self, workers: int, fields: Sequence[str] = ()) -> None:
         """Begin without workers; they report `fields`."""
         self.workers: list[int] = []
-        self._board = Board(workers, fields, private=True)
+        board = self._board = Board(workers, fields, private=True)
+        self.interrupt, self.resume, self.heartbeat = board.interrupt, board.resume, board.heartbeat
+        self.unreported_steps = board.unreported_steps
         self._links: dict[int, LocalLink] = {}
         self._sessions: dict[int, Session] = {}
 
@@ -123,18 +125,6 @@ class LocalCarrier:
                 news.append((index, link.to_pool.popleft()))
         return news
 
-    def interrupt(self, index: int, ticket: int = EVERYTHING) -> None:
-        """End orders up to `ticket` after the current step."""
-        self._board.interrupt(index, ticket)
-
-    def resume(self, index: int) -> None:
-        """Interrupt nothing more."""
-        self._board.resume(index)
-
-    def heartbeat(self, index: int) -> int:
-        """Grows with each step."""
-        return self._board.heartbeat(index)
-
     def report(self, index: int) -> dict[str, float]:
         """The last numbers that the worker has reported."""
         found = self._board.report(index)
@@ -143,10 +133,6 @@ class LocalCarrier:
             numbers = reported() if callable(reported) else reported
             found.update({name: float(numbers[name]) for name in found if name in numbers})
         return found
-
-    def unreported_steps(self, index: int) -> int:
-        """Steps since the last report."""
-        return self._board.unreported_steps(index)
 
     def alive(self) -> list[int]:
         """All of them."""

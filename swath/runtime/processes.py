@@ -20,7 +20,6 @@ from swath.errors import ChannelClosedError
 from swath.keys import Key
 from swath.runtime.board import Board
 from swath.runtime.carrier import (
-    EVERYTHING,
     Ended,
     Finished,
     Message,
@@ -75,7 +74,9 @@ class ProcessCarrier:
         """
         self._processes: dict[int, Process] = {}
         """Replaced, never changed: other threads may be looking."""
-        self._board = Board(workers, fields)
+        board = self._board = Board(workers, fields)
+        self.interrupt, self.resume, self.heartbeat = board.interrupt, board.resume, board.heartbeat
+        self.report, self.unreported_steps = board.report, board.unreported_steps
         self._method, self._threads, self._warns = method, threads, warns
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
@@ -172,27 +173,7 @@ class ProcessCarrier:
             self._release(index)
             yield Ended(process.exitcode)
 
-    # -- what can be seen and said without a message -------------------------------------------------------------
-
-    def interrupt(self, index: int, ticket: int = EVERYTHING) -> None:
-        """End orders up to `ticket` after the current step."""
-        self._board.interrupt(index, ticket)
-
-    def resume(self, index: int) -> None:
-        """Interrupt nothing more."""
-        self._board.resume(index)
-
-    def heartbeat(self, index: int) -> int:
-        """Grows as long as the worker makes progress."""
-        return self._board.heartbeat(index)
-
-    def report(self, index: int) -> dict[str, float]:
-        """The last numbers that the worker has reported."""
-        return self._board.report(index)
-
-    def unreported_steps(self, index: int) -> int:
-        """Steps that the worker has made since its last report."""
-        return self._board.unreported_steps(index)
+    # -- the processes ---------------------------------------------------------------------------------------------
 
     def alive(self) -> list[int]:
         """The indices of workers that have not ended."""
