@@ -8,7 +8,8 @@ PY := $(BIN)/python
 PIP_ARGS ?=
 DEMO_ARGS ?=
 # A worker of pytest-xdist that is lost ends the run: replacing it can leave the run waiting for ever.
-PYTEST_ARGS ?= -q -n 2 --dist loadfile --max-worker-restart 0
+# Files run in their order, the longest of them (faults of collectors) first: the last one runs alone.
+PYTEST_ARGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from benchmarks import workloads
 from benchmarks.contestants import CONTESTANTS as COLLECTING
 from benchmarks.figures import FRAMES, Figure
+from benchmarks.inference import workloads as inference
+from benchmarks.inference.contestants import CONTESTANTS as SERVING
+from benchmarks.pace import workloads as pace
+from benchmarks.pace.contestants import CONTESTANTS as PACING
 from benchmarks.processes import workloads as processes
 from benchmarks.processes.contestants import CONTESTANTS as PROCESSING
 from benchmarks.replay import workloads as replay
@@ -39,12 +43,18 @@ CATALOG: dict[str, Entry] = {
         w.name: Entry(w.title, w.figures, w.contestants, PROCESSING, "processes", w.family)
         for w in processes.WORKLOADS.values()
     },
+    **{
+        w.name: Entry(w.title, w.figures, w.contestants, SERVING, "inference", w.family)
+        for w in inference.WORKLOADS.values()
+    },
+    **{w.name: Entry(w.title, w.figures, w.contestants, PACING, "pace", w.family) for w in pace.WORKLOADS.values()},
 }
 
 SUITES: dict[str, list[str]] = {
-    suite: [name for name, entry in CATALOG.items() if entry.suite == suite] for suite in ("single", "processes")
+    suite: [name for name, entry in CATALOG.items() if entry.suite == suite]
+    for suite in ("single", "processes", "inference", "pace")
 }
 """The workloads that are run together."""
 
-CONTESTANTS: tuple[str, ...] = tuple(dict.fromkeys([*COLLECTING, *REPLAYING, *PROCESSING]))
+CONTESTANTS: tuple[str, ...] = tuple(dict.fromkeys([*COLLECTING, *REPLAYING, *PROCESSING, *SERVING, *PACING]))
 """All names, in the order in which they take their turns."""

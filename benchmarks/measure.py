@@ -31,6 +31,18 @@ def measure(workload_name: str, contestant: str, seconds: float) -> dict[str, fl
         from benchmarks.processes.measure import measure as measure_processes
 
         return measure_processes(PROCESSES[workload_name], contestant, seconds)
+    from benchmarks.inference.workloads import WORKLOADS as INFERENCE
+
+    if workload_name in INFERENCE:
+        from benchmarks.inference.measure import measure as measure_inference
+
+        return measure_inference(INFERENCE[workload_name], contestant, seconds)
+    from benchmarks.pace.workloads import WORKLOADS as PACES
+
+    if workload_name in PACES:
+        from benchmarks.pace.measure import measure as measure_pace
+
+        return measure_pace(PACES[workload_name], contestant, seconds)
     return _measure_collecting(workload_name, contestant, seconds)
 
 

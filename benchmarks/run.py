@@ -5,9 +5,10 @@ busy minute of the machine falls on all of them; a round measures everybody once
 taken within a round before the median is taken over rounds. Absolute rates depend on the machine,
 ratios hardly.
 
-There are two suites: `single`, which collects in one process, and `processes`. A full run writes
-`RESULTS.md` and `results.json` beside this file, or `PROCESSES.md` and `processes.json`. A partial or
-quick one only writes where it is told to, so that it cannot replace the published table by accident.
+There are four suites: `single`, which collects in one process, `processes`, `inference`, and `pace` for
+envs at their own pace. A full run writes `RESULTS.md` and `results.json` beside this file, or `PROCESSES.md`,
+`INFERENCE.md`, `PACE.md` and so on. A partial or quick one only writes where it is told to, so that it
+cannot replace the published table by accident.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from typing import Any
 from benchmarks import machine, report
 from benchmarks.catalog import CATALOG, CONTESTANTS, SUITES
 from benchmarks.group import run_group
+from benchmarks.inference import page as inference_page
+from benchmarks.pace import page as pace_page
 from benchmarks.processes import page
 from benchmarks.results import Results
 
@@ -35,6 +38,8 @@ TIMEOUT = 180.0
 PAGES: dict[str, tuple[str, str, Callable[[Results], str]]] = {
     "single": ("results.json", "RESULTS.md", report.markdown),
     "processes": ("processes.json", "PROCESSES.md", page.markdown),
+    "inference": ("inference.json", "INFERENCE.md", inference_page.markdown),
+    "pace": ("pace.json", "PACE.md", pace_page.markdown),
 }
 """Where each suite is published, and by what."""
 
@@ -69,7 +74,7 @@ def run(plan: Plan) -> Results:
         for workload, contestant in plan.turns:
             done += 1
             # several processes wait for each other, so their own time does not tell whether they were disturbed
-            busy = machine.busy_share() if CATALOG[workload].suite == "processes" else None
+            busy = machine.busy_share() if CATALOG[workload].suite != "single" else None
             outcome = {**_measure(workload, contestant, plan.seconds), "busy_before": busy}
             results.add(workload, contestant, outcome)
             left = (time.monotonic() - started) / done * (total - done)

@@ -28,8 +28,16 @@ class ShapeError(SwathError, ValueError):
     """An env or a policy produced an entry of the wrong shape."""
 
 
+class RowCountError(ShapeError, RuntimeError):
+    """A policy answered another number of rows than it was asked for."""
+
+
 class PolicyError(SwathError, TypeError):
     """A policy that cannot be called with what the env offers, or does not give what the env needs."""
+
+
+class NoMeanError(NotImplementedError, AttributeError):
+    """A distribution has no mean. torch raises the one, and what older versions of tensordict expect is the other."""
 
 
 class ClosedError(SwathError, RuntimeError):
@@ -47,12 +55,10 @@ class EnvCheckError(SwathError, ValueError):
     """`check_env` found problems; `problems` has a sentence for each."""
 
     def __init__(self, env: str, problems: list[str]) -> None:
-        """List all `problems` of `env`."""
         super().__init__(env, problems)
         self.env, self.problems = env, problems
 
     def __str__(self) -> str:
-        """The problems, numbered."""
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         listed = (f"{number}. {problem}" for number, problem in enumerate(self.problems, 1))
         return "\n".join((f"check_env found {count} in {self.env}:", *listed))
@@ -100,7 +106,6 @@ class WorkerDiedError(SwathError, RuntimeError):
         self.cause = cause
 
     def __str__(self) -> str:
-        """In words."""
         doing = f" while {self.doing}" if self.doing else ""
         cause = self.cause or _cause(self.exitcode)
         return f"{self.name} {self.index} (pid {self.pid}) {in_words(self.exitcode)}{doing}. {cause}"
@@ -118,17 +123,23 @@ class RemoteTraceback(Exception):  # noqa: N818 - it is no error of its own, but
     """The traceback of an error, in the process where it was raised."""
 
     def __init__(self, text: str) -> None:
-        """Keep the text."""
         super().__init__(text)
         self.text = text
 
     def __str__(self) -> str:
-        """As Python prints it."""
         return f'\n"""\n{self.text}"""'
 
 
 class ChannelClosedError(ConnectionError):
     """The other side of a channel has closed its end, or has ended."""
+
+
+class DoesNotFitError(SwathError, ValueError):
+    """The extra values of a snapshot have outgrown their room: a store that holds `needed` bytes of them is needed."""
+
+    def __init__(self, needed: int) -> None:
+        super().__init__(f"The extra values take {needed} bytes.")
+        self.needed = needed
 
 
 class StallWarning(UserWarning):

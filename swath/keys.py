@@ -23,6 +23,8 @@ RESET = "_reset"
 STEP_COUNT = "step_count"
 IS_INIT = "is_init"
 POLICY_VERSION = "policy_version"
+ENV_INDEX = "env_index"
+"""Which env made a frame, where envs are not told apart by a dimension."""
 COLLECTOR = "collector"
 TRAJ_IDS = (COLLECTOR, "traj_ids")
 MASK = (COLLECTOR, "mask")

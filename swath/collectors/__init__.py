@@ -1,5 +1,6 @@
 """The public classes: thin compositions of envs, policies and the rollout engine."""
 
+from swath.collectors.async_batched import AsyncBatchedCollector, AsyncBatchedConfig
 from swath.collectors.collector import Collector
 from swath.collectors.config import CollectorConfig, PolicyVersion
 from swath.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
@@ -17,6 +18,8 @@ MultiSyncDataCollector = MultiSyncCollector
 MultiaSyncDataCollector = MultiAsyncCollector
 
 __all__ = [
+    "AsyncBatchedCollector",
+    "AsyncBatchedConfig",
     "AsyncCollector",
     "BaseCollector",
     "Collector",

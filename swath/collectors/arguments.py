@@ -21,11 +21,7 @@ P = ParamSpec("P")
 C = TypeVar("C", bound=CommonConfig)
 S = TypeVar("S")
 
-SYNONYMS = {
-    "devices": "policy_device",
-    "passing_devices": "storing_device",
-    "exploration_mode": "exploration_type",
-}
+SYNONYMS = {"devices": "policy_device", "passing_devices": "storing_device", "exploration_mode": "exploration_type"}
 """Names of the oldest API; still understood, with a DeprecationWarning."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,8 +15,8 @@ from swath.collectors.reflection import Reflection
 from swath.collectors.roster import Roster
 from swath.collectors.surface import BaseCollector
 from swath.collectors.weights_control import InPlaceWeights
-from swath.collectors.worker import FIELDS, BatchLayout, GetState
-from swath.envs import EnvBase
+from swath.collectors.worker import FIELDS, BatchLayout, Call, EngineJob
+from swath.envs import AsyncEnvPool, EnvBase
 from swath.rollout.budget import FrameBudget
 from swath.rollout.engine import Engine, writer_number
 from swath.runtime.local import LocalCarrier
@@ -35,19 +36,23 @@ class Collector(Reflection, BaseCollector):
     @takes(CollectorConfig)
     def __init__(self, config: CollectorConfig) -> None:
         """Make env and policy, and reset the env."""
+        self._set_up(config)
+
+    def _set_up(self, config: CollectorConfig) -> None:
         BaseCollector.__init__(self, config)
-        source, worker = _only_one(config.create_env_fn), config.worker_idx
+        worker = config.worker_idx
         number = writer_number(config.replay_buffer, worker)
         self.engine = Engine.make(
-            source,
+            self._env_source(),
             config.policy,
             replace(config.engine_settings(0, shares_policy=config.policy_factory is None), worker=number),
             policy_factory=config.policy_factory,
-            create_env_kwargs=config.create_env_kwargs,
+            create_env_kwargs=self._env_kwargs,
             check=_check_single if config.track_policy_version is True else None,
         )
-        lanes = self.engine.num_lanes
-        self.frames_per_batch = -(-config.frames_per_batch // lanes)
+        rows, unit = math.prod(self.engine.batch_size), self.engine.unit
+        frames, total = (-(-asked // unit) * unit for asked in (config.frames_per_batch, config.total_frames))
+        self.frames_per_batch = frames // rows
         """Steps in a batch: every lane makes so many."""
         self._roster = Roster(config, lambda: None, self.engine)
         carrier = LocalCarrier(1, FIELDS)
@@ -56,19 +61,25 @@ class Collector(Reflection, BaseCollector):
         layout = self._pool.started[0]
         assert isinstance(layout, BatchLayout)
         publisher = self._roster.publisher = Publisher(carrier)
-        writes = config.replay_buffer is not None
-        random = 0 if writes else config.init_random_frames or 0
-        terms = Terms(layout, {0: self.frames_per_batch}, writes, random, lambda: publisher.version)
-        self._delivery = Barrier(self._pool, terms, FrameBudget(config.total_frames, lanes))
+        terms = Terms.of(config, layout, {0: self.frames_per_batch}, publisher)
+        self._delivery = Barrier(self._pool, terms, FrameBudget(total if config.total_frames > 0 else -1, rows))
         self._roster.watch(self._pool, self._delivery)
         self._weights = InPlaceWeights(self._pool, publisher, self.engine, worker or 0)
         self._owes_closing = False
         """Whether the env was to be closed when its thread had not ended."""
         self._open()
         for name, asked in (("frames_per_batch", config.frames_per_batch), ("total_frames", config.total_frames)):
-            if asked > 0 and asked % lanes:
-                rounded = -(-asked // lanes) * lanes
-                warnings.warn(f"{name}={asked} is rounded up to {rounded}, whole steps of {lanes} lanes.", stacklevel=3)
+            if asked > 0 and asked % unit:
+                rounded = -(-asked // unit) * unit
+                warnings.warn(f"{name}={asked} is rounded up to {rounded}, whole steps of {unit} lanes.", stacklevel=3)
+
+    def _env_source(self) -> Any:
+        """The env, or a function that makes it."""
+        return _only_one(self.config.create_env_fn)
+
+    @property
+    def _env_kwargs(self) -> dict[str, Any] | None:
+        return self.config.create_env_kwargs
 
     @property
     def env(self) -> EnvBase:
@@ -92,13 +103,12 @@ class Collector(Reflection, BaseCollector):
     _state_keys = ("env_state_dict", "frames", "iter", "traj_pool")
 
     def _worker_states(self) -> dict[str, Any]:
-        return self.engine.state_dict() if self.closed else self._first(GetState(), "state")
+        return self.engine.state_dict() if self.closed else self._first(Call(EngineJob.state_dict), "state")
 
     def _saved_states(self, state: dict[str, Any]) -> dict[int, dict[str, Any]]:
         return {0: state}
 
-    _can_leave_env_open = True
-    _state_ends_with_workers = False
+    _is_direct = True
 
     def _shut_down(self, timeout: float | None, close_env: bool, was_open: bool) -> None:
         has_ended = self._free is None or self._free.stop(timeout)
@@ -108,13 +118,8 @@ class Collector(Reflection, BaseCollector):
             self._owes_closing = False
             self._pool.shutdown(timeout)
 
-    def _close_forgotten(self) -> None:
-        """An env closes itself when it is no longer used, and the user may still hold it."""
-        self.shutdown(close_env=False, raise_on_error=False)
-
     def __repr__(self) -> str:
-        """Env, policy and size of the batches."""
-        frames = self.frames_per_batch * self.engine.num_lanes
+        frames = self.frames_per_batch * math.prod(self.engine.batch_size)
         return (
             f"{type(self).__name__}({self.env!r}, policy={type(self.policy).__name__}, frames_per_batch={frames}, "
             f"total_frames={self.config.total_frames})"
@@ -122,7 +127,7 @@ class Collector(Reflection, BaseCollector):
 
 
 def _check_single(env: EnvBase) -> None:
-    if env.batch_size:
+    if env.batch_size and not isinstance(env, AsyncEnvPool):
         raise RuntimeError(
             "track_policy_version=True is for a single env; for one with the batch size "
             f"{list(env.batch_size)} pass track_policy_version=PolicyVersion() from swath.collectors."

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from numbers import Integral
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -23,6 +23,7 @@ Buffer: TypeAlias = Any
 Device: TypeAlias = str | int | torch.device
 PostProc: TypeAlias = Callable[[TensorDictBase], TensorDictBase]
 
+DEVICES = ("device", "storing_device", "policy_device", "env_device")
 MAX_WORKER = 2 ** (63 - WORKER_BITS) - 1
 
 
@@ -72,6 +73,17 @@ class CommonConfig:
             default all that are complete.
         progress: show a progress bar while iterating.
         fast_policy: run known small policies by their array forms; False always calls the modules.
+        frames_per_batch: frames in a batch over all lanes, rounded up to whole steps of all lanes; with several workers
+            over all of them where batches are joined (sync), of one where they are not (async); a list says how many
+            each worker contributes.
+        policy_factory: a function that makes the policy, in each worker, instead of `policy`.
+        create_env_kwargs: arguments for the env's factory.
+        device: fills in those of the following three that are not given.
+        storing_device: where batches lie.
+        policy_device: where the policy computes; a policy that lies elsewhere is copied there.
+        env_device: where the env's data lie; batches stay there unless policy or storing device say otherwise.
+        track_policy_version: write `policy_version`, by default where a batch may be older than the weights; for
+            batched envs in this process, `PolicyVersion()`.
     """
 
     create_env_fn: Any
@@ -106,6 +118,14 @@ class CommonConfig:
     trajs_per_write: int | None = None
     progress: bool = False
     fast_policy: bool = True
+    frames_per_batch: int | Sequence[int]
+    policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None
+    create_env_kwargs: dict[str, Any] | Sequence[dict[str, Any]] | None = None
+    device: Device | Sequence[Device | None] | None = None
+    storing_device: Device | Sequence[Device | None] | None = None
+    policy_device: Device | Sequence[Device | None] | None = None
+    env_device: Device | Sequence[Device | None] | None = None
+    track_policy_version: bool | PolicyVersion | None = None
 
     per_worker: ClassVar[tuple[str, ...]] = ()
     """Arguments that may be lists with an element for each worker."""
@@ -135,8 +155,7 @@ class CommonConfig:
                 object.__setattr__(self, field.name, int(value))  # numpy's integers cannot be saved with the state
         self._check_values()
         self._check_together()
-        for worker in range(self.workers):
-            self._check_machine(self.devices_of(worker))
+        self._check_machine()
 
     def _check_values(self) -> None:
         for name in self.per_worker:
@@ -204,17 +223,16 @@ class CommonConfig:
             if getattr(self, name):
                 raise TypeError(f"extend_buffer=False writes single steps, but {name} is about more than one.")
 
-    def _check_machine(self, devices: Devices) -> None:
+    def _check_machine(self) -> None:
         """Refuse what this machine has not, before anything starts."""
-        if torch.cuda.is_available():
-            return
-        for name in ("device", "storing_device", "policy_device", "env_device"):
+        has_cuda = torch.cuda.is_available()
+        for name in DEVICES:
             for worker in range(self.workers):
                 given = self.of(name, worker)
                 device = as_device(name, given)
-                if device is not None and device.type == "cuda":
+                if device is not None and device.type == "cuda" and not has_cuda:
                     raise ValueError(f"{name}={given!r} needs CUDA, which is not available here; use 'cpu'.")
-        if self.cudagraph_policy:
+        if self.cudagraph_policy and not has_cuda:
             raise RuntimeError(
                 f"cudagraph_policy={self.cudagraph_policy!r} needs CUDA, which is not available here; leave it out."
             )
@@ -223,8 +241,7 @@ class CommonConfig:
 
     def devices_of(self, worker: int) -> Devices:
         """Where env, policy and storage of a worker are."""
-        names = ("device", "storing_device", "policy_device", "env_device")
-        return Devices.resolve(*(self.of(name, worker) for name in names))
+        return Devices.resolve(*(self.of(name, worker) for name in DEVICES))
 
     @property
     def tracks_version(self) -> bool:
@@ -232,31 +249,20 @@ class CommonConfig:
         raise NotImplementedError
 
     def engine_settings(self, worker: int, *, shares_policy: bool = False) -> EngineSettings:
-        """What an engine needs to know of all this."""
-        limit = self.max_frames_per_traj
-        writes = self.replay_buffer is not None
-        return EngineSettings(
+        """What an engine needs to know of all this: what has the same name there, and what follows from the rest."""
+        shared = {field.name for field in fields(self)} & {field.name for field in fields(EngineSettings)}
+        settings = EngineSettings(**{name: getattr(self, name) for name in shared})
+        limit, writes = self.max_frames_per_traj, self.replay_buffer is not None
+        return replace(
+            settings,
             max_frames_per_traj=limit if limit is not None and limit > 0 else None,
             exploration=self.exploration_type,
-            track_traj_ids=self.track_traj_ids,
             track_version=self.tracks_version,
-            compact_obs=self.compact_obs,
-            set_truncated=self.set_truncated,
             policy_device=self.devices_of(worker).policy,
-            interruptor=self.interruptor,
-            fast_policy=self.fast_policy,
             opaque_policy=bool(self.trust_policy),
-            reset_at_each_iter=self.reset_at_each_iter,
-            pre_collect_hook=self.pre_collect_hook,
-            post_collect_hook=self.post_collect_hook,
-            compile_policy=self.compile_policy or False,
-            cudagraph_policy=self.cudagraph_policy or False,
             shares_policy=shares_policy,
-            replay_buffer=self.replay_buffer,
-            extend_buffer=self.extend_buffer,
             init_random_frames=(self.init_random_frames or 0) if writes else 0,
             whole_episodes=self.trajs_per_batch is not None,
-            trajs_per_write=self.trajs_per_write,
             transform=Transform(bool(self.split_trajs), self.postproc).for_buffer() if writes else None,
         )
 
@@ -289,18 +295,7 @@ class Transform:
 
 @dataclass(frozen=True)
 class CollectorConfig(CommonConfig):
-    """What a collector in this process can be given, beside what every collector can.
-
-    Attributes:
-        frames_per_batch: frames in a batch over all lanes, rounded up to whole steps of all lanes.
-        policy_factory: a function that makes the policy, instead of `policy`.
-        create_env_kwargs: arguments for the env's factory.
-        device: fills in those of the following three that are not given.
-        storing_device: where batches lie.
-        policy_device: where the policy computes; a policy that lies elsewhere is copied there.
-        env_device: where the env's data lie; batches stay there unless policy or storing device say otherwise.
-        track_policy_version: write `policy_version`; `PolicyVersion()` for batched envs.
-    """
+    """What a collector in this process can be given: what every collector can, without lists by worker."""
 
     _: KW_ONLY
     frames_per_batch: int

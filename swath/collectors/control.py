@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
 
 from swath.collectors.config import CommonConfig
 from swath.collectors.delivery import Delivery, FirstCome, Part
@@ -17,34 +18,35 @@ from swath.collectors.kinds import check_kind
 from swath.collectors.profile import ProfileConfig
 from swath.collectors.roster import Roster
 from swath.collectors.weights_control import WeightsControl
-from swath.collectors.worker import Call, GetState, LoadState, Profile, Reset, SetHook, SetSeed
+from swath.collectors.worker import Call, EngineJob
 from swath.data.episodes import Episodes
-from swath.keys import nest
 from swath.rollout.engine import Hook
 from swath.runtime.paths import follow
 from swath.runtime.pool import Pool
 from swath.seeding import checked_seed, next_seed
-
-SUMS = ("episodes", "idle_frames", "pending_frames", "dropped_frames", "time/env", "time/policy", "time/bookkeeping")
-"""Numbers of the workers that are added up."""
+from swath.weights import requested_weights
 
 
 class Control(ABC):
     """Seeds, state, numbers, weights, hooks and attributes."""
 
-    config: CommonConfig
-    closed: bool
     _pool: Pool[Part]
     _delivery: Delivery
     _roster: Roster
     _weights: WeightsControl
-    _episodes: Episodes
-    _free: FreeRunning | None
-    _hooks: dict[str, Any]
-    _profile: ProfileConfig | None
-    _worker_idx: int | None
-    _iterating: bool
-    _last_state: dict[str, Any] | None
+
+    def __init__(self, config: CommonConfig) -> None:
+        """Keep the checked `config`; a subclass makes roster, pool, delivery and what publishes weights."""
+        self.config = config
+        self.closed = True  # until there is something to shut down
+        self._episodes = Episodes()
+        self._free: FreeRunning | None = None
+        self._hooks: dict[str, Any] = {n: getattr(config, n) for n in ("pre_collect_hook", "post_collect_hook")}
+        self._profile: ProfileConfig | None = None
+        self._iterating = False
+        self._worker_idx = config.worker_idx
+        self._last_state: dict[str, Any] | None = None
+        """When all frames were collected."""
 
     @abstractmethod
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
@@ -54,18 +56,9 @@ class Control(ABC):
     def _must_be_open(self) -> None:
         """Raise if nothing can be asked any more."""
 
-    @abstractmethod
     def _at_rest(self) -> AbstractContextManager[None]:
         """A context in which nothing is collected in the background."""
-
-    @abstractmethod
-    def _stored(self, batch: TensorDictBase, worker: int = 0) -> TensorDictBase:
-        """`batch` where it is to lie."""
-
-    @property
-    @abstractmethod
-    def requested_frames_per_batch(self) -> int:
-        """Frames in a batch."""
+        return nullcontext() if self._free is None or self.closed else self._free.resting()
 
     @property
     def num_workers(self) -> int:
@@ -75,34 +68,36 @@ class Control(ABC):
     @property
     def num_lanes(self) -> int:
         """Over all workers."""
-        return self._delivery.terms.lanes * (len(self._pool.indices) or self.num_workers)
+        return math.prod(self._delivery.terms.layout.env_size) * (len(self._pool.indices) or self.num_workers)
+
+    @property
+    def requested_frames_per_batch(self) -> int:
+        """Frames in a batch: `frames_per_batch` rounded up to whole steps of all lanes; of the largest worker."""
+        return max(self.frames_per_batch_worker(index) for index in range(self.num_workers))
+
+    def frames_per_batch_worker(self, worker_idx: int = 0) -> int:
+        """How many frames a worker contributes to a batch."""
+        return self._delivery.terms.steps[worker_idx] * self._delivery.terms.lanes
 
     # -- asking workers ----------------------------------------------------------------------------------------
 
-    def _ask(
-        self, request: object, *, workers: Sequence[int] | None = None, what: str = "", discards_work: bool = False
-    ) -> dict[int, Any]:
-        """What each worker answers to `request`."""
-        chosen = self._pool.indices if workers is None else workers
-        return self._ask_each(dict.fromkeys(chosen, request), what=what, discards_work=discards_work)
+    def _ask(self, call: Call, *, what: str = "", discards_work: bool = False) -> dict[int, Any]:
+        """What each worker answers to `call`."""
+        return self._ask_each(dict.fromkeys(self._pool.indices, call), what=what, discards_work=discards_work)
 
-    def _ask_each(self, requests: dict[int, object], *, what: str = "", discards_work: bool = False) -> dict[int, Any]:
+    def _ask_each(self, requests: dict[int, Call], *, what: str = "", discards_work: bool = False) -> dict[int, Any]:
         self._must_be_open()
         with self._at_rest() if self._pool.carrier.is_local else nullcontext():
             try:
-                first = next(iter(requests.values()), None)
-                return self._pool.ask(requests, what or type(first).__name__, discards_work=discards_work)
+                what = what or " and ".join({call.method.__name__ for call in requests.values()})
+                return self._pool.ask(requests, what, discards_work=discards_work)
             except BaseException:
                 if self._pool.failure is not None:
                     self.shutdown(raise_on_error=False)
                 raise
 
     def reset(
-        self,
-        index: Any = None,
-        *,
-        worker: int | Sequence[int] | None = None,
-        reset_idx: Sequence[bool] | None = None,
+        self, index: Any = None, *, worker: int | Sequence[int] | None = None, reset_idx: Sequence[bool] | None = None
     ) -> None:
         """Begin new episodes with new ids.
 
@@ -116,16 +111,16 @@ class Control(ABC):
             if len(reset_idx) != self.num_workers:
                 raise ValueError(f"reset() got {len(reset_idx)} choices for {self.num_workers} workers.")
             worker = [one for one, is_meant in enumerate(reset_idx) if is_meant]
-        lanes, count = self._delivery.terms.lanes, self.num_workers
+        shape, count = self._delivery.terms.layout.env_size, self.num_workers
+        lanes = math.prod(shape)
         if worker is not None:
             chosen = [worker] if isinstance(worker, int) else list(worker)
             if unknown := [one for one in chosen if one not in self._pool.indices]:
                 raise ValueError(f"reset(worker={worker!r}): there is no worker {unknown[0]} in {self._pool.indices}.")
-            requests: dict[int, object] = dict.fromkeys(chosen, Reset())
+            requests = dict.fromkeys(chosen, Call(EngineJob.reset))
         elif index is None:
-            requests = dict.fromkeys(self._pool.indices, Reset())
+            requests = dict.fromkeys(self._pool.indices, Call(EngineJob.reset))
         else:
-            shape = self._delivery.terms.layout.batch_size
             if not shape and count == 1:
                 raise RuntimeError("reset(index) chooses among lanes, but this env has no batch dimension.")
             picked = torch.as_tensor(index)
@@ -139,7 +134,7 @@ class Control(ABC):
             for one in self._pool.indices:
                 own = tuple(lane - one * lanes for lane in found if one * lanes <= lane < (one + 1) * lanes)
                 if own:
-                    requests[one] = Reset(own)
+                    requests[one] = Call(EngineJob.reset, (own,))
         with self._at_rest():
             self._ask_each(requests)
 
@@ -152,7 +147,7 @@ class Control(ABC):
         self._must_be_open()
         self._roster.seed = (seed, static_seed)
         with self._at_rest():
-            self._ask(SetSeed(seed, static_seed), discards_work=True)
+            self._ask(Call(EngineJob.set_seed, (seed, static_seed)), discards_work=True)
             self._delivery.discard()
             self._episodes.clear()
         return next_seed(seed, self.num_lanes, static_seed)
@@ -180,7 +175,7 @@ class Control(ABC):
 
     def _worker_states(self) -> dict[str, Any]:
         """The workers' part of a state."""
-        named = {f"worker{index}": state for index, state in self._ask(GetState()).items()}
+        named = {f"worker{index}": state for index, state in self._ask(Call(EngineJob.state_dict)).items()}
         return {**named, "workers": self.num_workers, "traj_pool": self._roster.next_number}
 
     def _saved_states(self, state: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -207,7 +202,8 @@ class Control(ABC):
         states = self._saved_states(state_dict)
         with self._at_rest():
             numbers = self._roster.renumbered(state_dict.get("traj_pool", 0))
-            requests: dict[int, object] = {i: LoadState(s, strict, numbers.get(i)) for i, s in states.items()}
+            load = EngineJob.load_state_dict
+            requests = {i: Call(load, (state, strict, numbers.get(i))) for i, state in states.items()}
             self._ask_each(requests, discards_work=True)
             self._delivery.discard(state_dict.get("undelivered_frames", 0))
             self._episodes.clear()
@@ -242,7 +238,7 @@ class Control(ABC):
 
     def _summary(self, rows: list[dict[str, float]]) -> dict[str, Any]:
         delivery, roster = self._delivery, self._roster
-        sums: dict[str, Any] = {name: sum(row[name] for row in rows) + roster.past[name] for name in SUMS}
+        sums: dict[str, Any] = {name: sum(row[name] for row in rows) + past for name, past in roster.past.items()}
         sums = {name: value if name.startswith("time/") else int(value) for name, value in sums.items()}
         frames, total = self._frames, self.config.total_frames
         found = {
@@ -294,7 +290,14 @@ class Control(ABC):
         if not self._pool.carrier.is_local:
             self._must_be_open()
             self._attend()
-        self._weights.update(policy_or_weights, weights, policy, worker_ids, model_id, weights_dict, policy_weights)
+        if policy_weights is not None:
+            warnings.warn("policy_weights is an old name; use weights.", DeprecationWarning, stacklevel=2)
+            if weights is not None:
+                raise ValueError("policy_weights is the old name of weights: give one of them.")
+            weights = policy_weights
+        given = {"a positional argument": policy_or_weights, "weights": weights, "policy": policy}
+        chosen = [worker_ids] if isinstance(worker_ids, int) else worker_ids
+        self._weights.update(requested_weights(given, model_id, weights_dict), chosen)
 
     def _attend(self) -> None:
         """See to what has come from the workers, without waiting."""
@@ -349,7 +352,7 @@ class Control(ABC):
 
     def _set_hook(self, name: str, hook: Any) -> None:
         check_kind(name, hook, "Callable | None")
-        self._ask(SetHook(name, hook))
+        self._ask(Call(EngineJob.set_hook, (name, hook)))
         self._hooks[name] = hook
         self._roster.hooks[name] = hook
 
@@ -358,12 +361,12 @@ class Control(ABC):
         if self._iterating:
             raise RuntimeError("Cannot enable profiling after iteration has begun: call it before the first batch.")
         config = ProfileConfig(**options)
-        self._ask(Profile(config))
+        self._ask(Call(EngineJob.profile, (config,)))
         self._profile = config
 
     def disable_profile(self) -> None:
         """Stop tracing, and write the trace."""
-        self._ask(Profile(None))
+        self._ask(Call(EngineJob.profile, (None,)))
         self._profile = None
 
     @property
@@ -371,34 +374,18 @@ class Control(ABC):
         """How the collector is being profiled, if it is."""
         return self._profile
 
-    def fake_tensordict(self) -> TensorDictBase:
-        """Zeros with exactly the layout of a batch."""
-        terms = self._delivery.terms
-        return self._zeros((*terms.layout.batch_size, terms.steps[0]))
-
-    def _zeros(self, batch_size: Sequence[int]) -> TensorDictBase:
-        layout = self._delivery.terms.layout
-        zeros = {
-            k: torch.zeros(*batch_size, *layout.leaves[k].shape, dtype=layout.leaves[k].dtype) for k in layout.delivered
-        }
-        names = [*(None,) * (len(batch_size) - 1), "time"]
-        return self._stored(TensorDict(nest(zeros), batch_size=batch_size, names=names))
-
     # -- by name -----------------------------------------------------------------------------------------------
 
     def get_distant_attr(self, path: str) -> Any:
         """The object at `path`, such as `env.batch_size`, of each worker."""
-        return list(self._ask(Call("get_distant_attr", (path,)), what=repr(path)).values())
+        return list(self._ask(Call(EngineJob.get_distant_attr, (path,)), what=repr(path)).values())
 
     def cascade_execute(self, path: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call the method at `path` in each worker; a plain attribute is returned as it is."""
-        return list(self._ask(Call("cascade_execute", (path, *args), kwargs), what=repr(path)).values())
+        return list(self._ask(Call(EngineJob.cascade_execute, (path, *args), kwargs), what=repr(path)).values())
 
     def map_fn(
-        self,
-        name: str,
-        list_of_args: Sequence[Sequence[Any]],
-        list_of_kwargs: Sequence[dict[str, Any]] | None = None,
+        self, name: str, list_of_args: Sequence[Sequence[Any]], list_of_kwargs: Sequence[dict[str, Any]] | None = None
     ) -> list[Any]:
         """Call the method at `name` in each worker, with arguments of its own."""
         kwargs = [{}] * len(list_of_args) if list_of_kwargs is None else list_of_kwargs
@@ -407,26 +394,27 @@ class Control(ABC):
                 f"Expected {self.num_workers} argument entries, one for each of {self.num_workers} workers, got "
                 f"{len(list_of_args)} in list_of_args and {len(kwargs)} in list_of_kwargs."
             )
-        requests: dict[int, object] = {
-            index: Call("cascade_execute", (name, *list_of_args[index]), dict(kwargs[index]))
+        requests = {
+            index: Call(EngineJob.cascade_execute, (name, *list_of_args[index]), dict(kwargs[index]))
             for index in self._pool.indices
         }
         return list(self._ask_each(requests, what=repr(name)).values())
 
     def getattr_policy(self, name: str) -> Any:
         """An attribute of the policy, by path; of worker 0's."""
-        return self._first(Call("getattr_policy", (name,)), name)
+        return self._first(Call(EngineJob.getattr_policy, (name,)), name)
 
     def getattr_env(self, name: str) -> Any:
         """An attribute of the env, by path; of worker 0's."""
-        return self._first(Call("getattr_env", (name,)), name)
+        return self._first(Call(EngineJob.getattr_env, (name,)), name)
 
     def getattr_rb(self, name: str) -> Any:
         """An attribute of the replay buffer, by path."""
         return follow(self.config.replay_buffer, name)
 
-    def _first(self, request: object, name: str) -> Any:
-        return next(iter(self._ask(request, workers=self._pool.indices[:1], what=repr(name)).values()))
+    def _first(self, call: Call, name: str) -> Any:
+        requests = dict.fromkeys(self._pool.indices[:1], call)
+        return next(iter(self._ask_each(requests, what=repr(name)).values()))
 
     @property
     def worker_idx(self) -> int:

@@ -7,10 +7,12 @@ workers then wait. As each worker has the same room and finished batches wait in
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from swath.collectors.config import CommonConfig
 from swath.collectors.worker import BatchLayout, Collect, Fill
 from swath.rollout.budget import FrameBudget
 from swath.rollout.loop import Receipt
@@ -18,6 +20,7 @@ from swath.rollout.slots import Arena, Slot
 from swath.runtime.carrier import Place
 from swath.runtime.columns import Columns
 from swath.runtime.pool import LOOK_S, Pool, Work
+from swath.weights import Publisher
 
 BULK_FRAMES = 1000
 """So many frames are ordered in bulk, or one batch if that is more."""
@@ -65,13 +68,17 @@ class Terms:
     init_random_frames: int
     version: Callable[[], int]
 
+    @staticmethod
+    def of(config: CommonConfig, layout: BatchLayout, steps: dict[int, int], publisher: Publisher) -> Terms:
+        """The terms that a collector's arguments ask for."""
+        writes = config.replay_buffer is not None
+        random = 0 if writes else config.init_random_frames or 0
+        return Terms(layout, steps, writes, random, lambda: publisher.version)
+
     @property
     def lanes(self) -> int:
         """Frames in a step of one worker."""
-        lanes = 1
-        for size in self.layout.batch_size:
-            lanes *= size
-        return lanes
+        return math.prod(self.layout.batch_size)
 
 
 class Delivery(ABC):
@@ -184,7 +191,8 @@ class Delivery(ABC):
 
     def _part(self, index: int, steps: int, random: bool, arena: Arena, slot: Slot, first_row: int = 0) -> Part:
         place = Place(slot.memory, first_row, self.terms.lanes)
-        return Part(index, Collect(random), place, steps=steps, arena=arena, slot=slot, claim=slot.claim())
+        version, claim = self.terms.version(), slot.claim()
+        return Part(index, Collect(random), place, steps=steps, arena=arena, slot=slot, version=version, claim=claim)
 
 
 class Barrier(Delivery):
@@ -202,14 +210,9 @@ class Barrier(Delivery):
         joins: bool = False,
         preemptive_threshold: float | None = None,
     ) -> None:
-        """Collect with all workers.
+        """Collect with all workers; if it `joins`, all parts lie in one slot, `[workers, *batch_size, T]`.
 
-        Args:
-            pool: the workers.
-            terms: on which they collect.
-            budget: how many frames there are to collect.
-            joins: whether all parts lie in one slot, `[workers, *batch_size, T]`.
-            preemptive_threshold: that part of the workers is waited for; the others then stop where they are.
+        With `preemptive_threshold`, that part of the workers is waited for; the others then stop where they are.
         """
         super().__init__(pool, terms, budget)
         self._joins = joins
@@ -231,16 +234,14 @@ class Barrier(Delivery):
     def _shares(self) -> dict[int, int]:
         """How many steps each worker makes for the next batch: what the budget leaves of what was asked for."""
         wanted = {index: self.terms.steps[index] for index in self.pool.indices}
-        if self.budget.is_endless or self.budget.is_spent:
+        if self.budget.is_spent:
             return wanted
-        left, lanes = self.budget.total - self.budget.spent, self.terms.lanes
+        lanes, begun, shares = self.terms.lanes, 0, dict[int, int]()
         if len(set(wanted.values())) == 1:
-            steps = -(-left // (lanes * len(wanted)))
-            return {index: min(steps, most) for index, most in wanted.items()}
-        shares = {}
+            return {index: self.budget.steps(most, lanes * len(wanted)) for index, most in wanted.items()}
         for index, most in wanted.items():
-            shares[index] = min(most, -(-max(left, 0) // lanes))
-            left -= shares[index] * lanes
+            shares[index] = self.budget.steps(most, lanes, begun)
+            begun += shares[index] * lanes
         return {index: steps for index, steps in shares.items() if steps}
 
     def _lay_out(self, shares: dict[int, int]) -> list[Part]:
@@ -264,7 +265,7 @@ class Barrier(Delivery):
                     self.pool.carrier.interrupt(part.index, part.ticket)
                 enough = None
             self.pool.attend(LOOK_S)
-        done = [part for part in parts if part.receipt is not None]
+        done = [part for part in parts if not part.is_lost]
         self.pool.finished.clear()
         self._count(done)
         return done
@@ -364,23 +365,18 @@ class FirstCome(Delivery):
                     continue
                 if self._staleness is not None and len(pool.under_way) + len(waiting) >= self._staleness + ahead:
                     return
-                begun = self.budget.spent + self.undelivered_frames
-                begun += sum(part.steps for part in pool.under_way) * self.terms.lanes
+                begun = self.undelivered_frames + sum(part.steps for part in pool.under_way) * self.terms.lanes
                 steps = self.terms.steps[index]
-                steps *= max(1, self._least // steps)
-                if not self.budget.is_endless:
-                    steps = min(steps, max(0, -(-(self.budget.total - begun) // self.terms.lanes)))
+                steps = self.budget.steps(steps * max(1, self._least // steps), self.terms.lanes, begun)
                 if not steps:
                     return
                 if self.terms.writes:
-                    part = Part(index, Fill(steps, self.terms.steps[index]), steps=steps)
-                    part.version = self.terms.version()
+                    fill = Fill(steps, self.terms.steps[index])
+                    part = Part(index, fill, steps=steps, version=self.terms.version())
                 else:
-                    part = self._in_slot(index, steps, begun)
+                    part = self._in_slot(index, steps, self.budget.spent + begun)
                 pool.issue(part)
 
     def _in_slot(self, index: int, steps: int, begun: int) -> Part:
         arena = self._arena(index, self.terms.layout.batch_size)
-        part = self._part(index, steps, self._is_random(begun), arena, arena.acquire(steps))
-        part.version = self.terms.version()
-        return part
+        return self._part(index, steps, self._is_random(begun), arena, arena.acquire(steps))

@@ -122,14 +122,10 @@ class FreeRunning:
         return threading.current_thread() is self._thread
 
     @property
-    def rests_for_caller(self) -> bool:
-        """Whether the thread waits until the caller lets it go on."""
-        return self._is_resting and threading.get_ident() in self._resters
-
-    @property
     def is_busy(self) -> bool:
         """Whether it collects beside the caller: the thread lives, is another, and does not rest for the caller."""
-        return self.is_alive and not self.is_here and not self.rests_for_caller
+        rests_for_caller = self._is_resting and threading.get_ident() in self._resters
+        return self.is_alive and not self.is_here and not rests_for_caller
 
     @contextlib.contextmanager
     def resting(self, timeout_s: float = REST_S) -> Iterator[None]:

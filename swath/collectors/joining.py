@@ -20,26 +20,21 @@ def each_part(parts: Sequence[Part], keys: Sequence[Key]) -> list[TensorDictBase
     slot = parts[0].slot
     if slot is not None and len(parts) > 1 and all(part.slot is slot for part in parts):
         rows = _rows_of(parts)
-        whole = _whole(parts, keys)
+        whole = _taken(parts, keys)
         return [whole[row][..., : part.collected.steps] for row, part in zip(rows, parts, strict=True)]
     return [_alone(part, keys) for part in parts]
 
 
 def _alone(part: Part, keys: Sequence[Key]) -> TensorDictBase:
-    assert part.slot is not None
-    assert part.arena is not None
-    batch = batch_of(part.slot, keys, part.collected.steps)
-    part.arena.delivered(part.slot)
-    part.claim = None  # from now on the batch holds the slot
-    return batch
+    return _taken([part], keys, part.collected.steps)
 
 
-def _whole(parts: Sequence[Part], keys: Sequence[Key]) -> TensorDictBase:
-    """The one slot that all parts lie in."""
+def _taken(parts: Sequence[Part], keys: Sequence[Key], steps: int | None = None) -> TensorDictBase:
+    """The one slot that all parts lie in, or so many steps of it."""
     slot, arena = parts[0].slot, parts[0].arena
     assert slot is not None
     assert arena is not None
-    batch = batch_of(slot, keys, slot.steps)
+    batch = batch_of(slot, keys, slot.steps if steps is None else steps)
     arena.delivered(slot)
     for part in parts:
         part.claim = None  # from now on the batch holds the slot
@@ -62,7 +57,7 @@ def joined(parts: Sequence[Part], keys: Sequence[Key], how: int | str, *, marks_
     slot = parts[0].slot
     assert slot is not None
     if all(part.slot is slot for part in parts):
-        whole, rows = _whole(parts, keys), _rows_of(parts)
+        whole, rows = _taken(parts, keys), _rows_of(parts)
         if len(parts) < slot.batch_size[0]:  # a worker was dropped while its part was under way
             whole = named(whole[torch.as_tensor(rows)])
         is_full = all(part.collected.steps == slot.steps for part in parts)

@@ -138,9 +138,7 @@ class MultiCollector(BaseCollector):
                     )
         lanes = math.prod(first.batch_size)
         steps = {index: -(-config.frames_of(index) // lanes) for index in range(config.workers)}
-        writes = config.replay_buffer is not None
-        random = 0 if writes else config.init_random_frames or 0
-        return Terms(first, steps, writes, random, lambda: publisher.version)
+        return Terms.of(config, first, steps, publisher)
 
     def _new_delivery(self, terms: Terms) -> Delivery:
         raise NotImplementedError
@@ -177,7 +175,6 @@ class MultiCollector(BaseCollector):
             self._threads = None
 
     def __repr__(self) -> str:
-        """Workers and size of the batches."""
         config = self.config
         return (
             f"{type(self).__name__}({config.workers} workers, policy={type(config.policy).__name__}, "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal
 
-from swath.collectors.config import CommonConfig, Device, PolicyVersion
+from swath.collectors.config import DEVICES, CommonConfig
 from swath.collectors.kinds import check_kind, check_least, check_one_of
 from swath.envs import EnvBase
 from swath.keys import POLICY_VERSION
@@ -22,15 +22,6 @@ class MultiConfig(CommonConfig):
     Devices, `create_env_kwargs`, `policy_factory` and `frames_per_batch` may be lists with one element per worker.
 
     Attributes:
-        frames_per_batch: frames in a batch, over all workers where batches are joined (sync), of one worker where they
-            are not (async); a list says how many each worker contributes.
-        policy_factory: a function that makes the policy in each worker, instead of `policy`.
-        create_env_kwargs: arguments for the env's factory.
-        device: fills in those of the following three that are not given.
-        storing_device: where batches lie.
-        policy_device: where the policy computes.
-        env_device: where the env's data lie.
-        track_policy_version: write `policy_version`; by default where a batch may be older than the weights.
         num_workers: how many workers, where `create_env_fn` is one factory for all.
         num_collectors: the same, as TorchRL calls it.
         sync: whether a batch has a part of every worker, or is the first that any worker has ready.
@@ -58,14 +49,6 @@ class MultiConfig(CommonConfig):
     """
 
     _: KW_ONLY
-    frames_per_batch: int | Sequence[int]
-    policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None
-    create_env_kwargs: dict[str, Any] | Sequence[dict[str, Any]] | None = None
-    device: Device | Sequence[Device | None] | None = None
-    storing_device: Device | Sequence[Device | None] | None = None
-    policy_device: Device | Sequence[Device | None] | None = None
-    env_device: Device | Sequence[Device | None] | None = None
-    track_policy_version: bool | PolicyVersion | None = None
     num_workers: int | None = None
     num_collectors: int | None = None
     sync: bool | None = None
@@ -89,15 +72,7 @@ class MultiConfig(CommonConfig):
     weight_sync_schemes: Any = None
     weight_recv_schemes: Any = None
 
-    per_worker: ClassVar[tuple[str, ...]] = (
-        "frames_per_batch",
-        "policy_factory",
-        "create_env_kwargs",
-        "device",
-        "storing_device",
-        "policy_device",
-        "env_device",
-    )
+    per_worker: ClassVar[tuple[str, ...]] = ("frames_per_batch", "policy_factory", "create_env_kwargs", *DEVICES)
     foreign: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
         "backend": ((None, "process"), "It collects in processes, backend='process'."),
         "backend_options": ((None, {}), "They have no meaning for processes."),
@@ -192,9 +167,5 @@ class MultiConfig(CommonConfig):
     def supervision(self) -> Supervision:
         """What happens when a worker fails."""
         return Supervision(
-            self.on_worker_failure,
-            self.max_restarts,
-            self.stall_warning_s,
-            self.stall_timeout_s,
-            self.start_timeout_s,
+            self.on_worker_failure, self.max_restarts, self.stall_warning_s, self.stall_timeout_s, self.start_timeout_s
         )

@@ -13,10 +13,7 @@ from tensordict import TensorDictBase
 from swath.collectors.kinds import check_kind
 from swath.errors import suggestion
 
-ACTIVITIES = {
-    "cpu": torch.profiler.ProfilerActivity.CPU,
-    "cuda": torch.profiler.ProfilerActivity.CUDA,
-}
+ACTIVITIES = {"cpu": torch.profiler.ProfilerActivity.CPU, "cuda": torch.profiler.ProfilerActivity.CUDA}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm.auto import tqdm
-
-
-class Watched(Protocol):
-    """A collector, as far as its progress goes."""
-
-    config: Any
-
-    def stats(self) -> dict[str, Any]:
-        """Counters."""
 
 
 class Progress:
     """Shows frames out of `total_frames` and the recent episodes' return; exact at the end."""
 
-    def __init__(self, collector: Watched) -> None:
-        """Watch `collector`."""
+    def __init__(self, collector: Any) -> None:
         self._collector = collector
         total = collector.config.total_frames
         done = collector.stats()["frames"]
@@ -31,10 +20,8 @@ class Progress:
         """Show where the collector is now."""
         stats = self._collector.stats()
         if "mean_return" in stats:
-            self._bar.set_postfix_str(
-                f"return {stats['mean_return']:.1f}, length {stats['mean_length']:.0f}",
-                refresh=False,
-            )
+            means = f"return {stats['mean_return']:.1f}, length {stats['mean_length']:.0f}"
+            self._bar.set_postfix_str(means, refresh=False)
         if self._bar.total is not None and stats["frames"] > self._bar.total:
             self._bar.total = stats["frames"]  # rounded up to whole steps of all lanes
         self._bar.update(stats["frames"] - self._bar.n)
@@ -45,15 +32,9 @@ class Progress:
         return batch
 
     def __enter__(self) -> Progress:
-        """Show the bar."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         """Leave the bar standing at its last value."""
         if kind is None:
             self.update()

@@ -29,13 +29,14 @@ class Reflection:
         return found
 
     def map_fn(
-        self,
-        name: str,
-        list_of_args: Sequence[Sequence[Any]],
-        list_of_kwargs: Sequence[dict[str, Any]] | None = None,
+        self, name: str, list_of_args: Sequence[Sequence[Any]], list_of_kwargs: Sequence[dict[str, Any]] | None = None
     ) -> list[Any]:
         """Call the method at `name` once for each set of arguments."""
-        kwargs = argument_sets(list_of_args, list_of_kwargs)
+        kwargs = [{}] * len(list_of_args) if list_of_kwargs is None else list_of_kwargs
+        if len(list_of_args) != len(kwargs):
+            raise ValueError(
+                f"list_of_args and list_of_kwargs must have the same length, got {len(list_of_args)} and {len(kwargs)}."
+            )
         method = follow(self, name)
         if not callable(method):
             raise AttributeError(f"{name!r} is {method!r}, which cannot be called.")
@@ -52,15 +53,3 @@ class Reflection:
     def getattr_rb(self, name: str) -> Any:
         """An attribute of the replay buffer, by path."""
         return follow(self.replay_buffer, name)
-
-
-def argument_sets(
-    list_of_args: Sequence[Sequence[Any]], list_of_kwargs: Sequence[dict[str, Any]] | None
-) -> Sequence[dict[str, Any]]:
-    """Keyword arguments for each set of positional ones."""
-    kwargs = [{}] * len(list_of_args) if list_of_kwargs is None else list_of_kwargs
-    if len(list_of_args) != len(kwargs):
-        raise ValueError(
-            f"list_of_args and list_of_kwargs must have the same length, got {len(list_of_args)} and {len(kwargs)}."
-        )
-    return kwargs

@@ -25,12 +25,9 @@ class Roster:
     """The owner of a pool of engines."""
 
     def __init__(self, config: CommonConfig, policy: Callable[[], Any], engine: Engine | None = None) -> None:
-        """Start workers as `config` says.
+        """Start workers as `config` says, with what `policy` returns.
 
-        Args:
-            config: of the collector.
-            policy: gives the policy to send to a worker.
-            engine: the one worker's engine, where it exists already in this process.
+        `engine` is the one worker's, where it exists already in this process.
         """
         self.seed: tuple[int, bool] | None = None
         """What `set_seed` was called with."""

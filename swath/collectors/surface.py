@@ -15,7 +15,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -27,12 +26,12 @@ from swath.collectors.control import Control
 from swath.collectors.delivery import FirstCome, Part
 from swath.collectors.free_running import FreeRunning
 from swath.collectors.joining import each_part
-from swath.collectors.profile import ProfileConfig
 from swath.collectors.progress import Progress
-from swath.collectors.worker import BreakOff, FinishEpisodes, MoveToThread
+from swath.collectors.worker import Call, EngineJob
 from swath.data import ReplayBuffer
-from swath.data.episodes import Episodes
 from swath.errors import ClosedError, EndlessError
+from swath.rollout.slots import named_batch
+from swath.runtime.columns import Columns
 
 Self = TypeVar("Self", bound="BaseCollector")
 NOTICE_S = 1.0
@@ -57,20 +56,11 @@ class BaseCollector(Control, IterableDataset[Any]):
         cls.__signature__ = inspect.signature(cls.config_class)  # type: ignore[attr-defined]
 
     def __init__(self, config: CommonConfig) -> None:
-        """Keep the checked `config`; a subclass makes roster, pool and delivery and then calls `_open`."""
-        self.config = config
-        self.closed = True  # until there is something to shut down
+        """Keep the checked `config`; a subclass makes the rest and then calls `_open`."""
+        super().__init__(config)
         self._transform = Transform(bool(config.split_trajs), config.postproc)
-        self._episodes = Episodes()
-        self._hooks: dict[str, Any] = {n: getattr(config, n) for n in ("pre_collect_hook", "post_collect_hook")}
-        self._profile: ProfileConfig | None = None
-        self._free: FreeRunning | None = None
-        self._iterating = False
-        self._worker_idx = config.worker_idx
         self._stream: Iterator[TensorDictBase | None] | None = None
         self._same: TensorDictBase | None = None
-        self._last_state: dict[str, Any] | None = None
-        """When all frames were collected."""
         self._storing: dict[int, torch.device | None] = {}
         self._owner = os.getpid()
         self._closing = threading.RLock()
@@ -113,14 +103,14 @@ class BaseCollector(Control, IterableDataset[Any]):
         while not self.closed:
             self._must_be_open()
             self._must_not_run()
-            self._weights.before_batch()
+            self._weights.at_batch("before")
             parts = self._delivery.next()
             if parts is None:
                 break
             yield parts
             del parts  # its claims to slots
             if not self.closed:
-                self._weights.after_batch()
+                self._weights.at_batch("after")
         self._end()
 
     def _assemble(self, parts: list[Part]) -> TensorDictBase:
@@ -132,6 +122,16 @@ class BaseCollector(Control, IterableDataset[Any]):
             self._storing[worker] = self.config.devices_of(worker).storing
         device = self._storing[worker]
         return batch if device is None else batch.to(device, non_blocking=self.config.no_cuda_sync)
+
+    def fake_tensordict(self) -> TensorDictBase:
+        """Zeros with exactly the layout of a batch."""
+        terms = self._delivery.terms
+        return self._zeros((*terms.layout.batch_size, terms.steps[0]))
+
+    def _zeros(self, batch_size: tuple[int, ...]) -> TensorDictBase:
+        layout = self._delivery.terms.layout
+        leaves = {key: layout.leaves[key] for key in layout.delivered}
+        return self._stored(named_batch(Columns(leaves, batch_size).tensors, batch_size))
 
     def _deliver(self, batch: TensorDictBase) -> TensorDictBase:
         batch = self._transform(batch)
@@ -161,7 +161,9 @@ class BaseCollector(Control, IterableDataset[Any]):
     def _cut(self, parts: list[Part]) -> bool:
         """Cut the parts of a batch into episodes: frames are copied, so that the slot may be used for the next."""
         for part, batch in zip(parts, each_part(parts, self._delivery.terms.layout.delivered), strict=True):
-            self._episodes.add(self._stored(batch, part.index), source=part.index, begin=part.collected.begin)
+            receipt = part.collected
+            stored = self._stored(batch, part.index)
+            self._episodes.add(stored, source=part.index, begin=receipt.begin, running=receipt.running)
         waiting = {part.index for part in self._pool.finished}
         for worker in set(range(self.num_workers)) - set(self._pool.indices) - waiting:  # it was dropped
             self._episodes.forget(worker)
@@ -169,11 +171,11 @@ class BaseCollector(Control, IterableDataset[Any]):
 
     def _end(self) -> None:
         """All frames are collected: the workers are no longer needed."""
-        self._raise_again()
+        self.raise_failure()
         if not self.closed:
             if self.config.replay_buffer is not None:
-                self._ask(FinishEpisodes())
-            if self._state_ends_with_workers:
+                self._ask(Call(EngineJob.finish_episodes))
+            if not self._is_direct:
                 with contextlib.suppress(Exception):  # of a worker that fails when it is no longer needed
                     self._last_state = self.state_dict()
             self.shutdown()
@@ -195,9 +197,9 @@ class BaseCollector(Control, IterableDataset[Any]):
         self._must_not_run()
         self._must_be_open()
         if self.config.replay_buffer is not None:
-            self._ask(BreakOff())  # these frames do not go there
+            self._ask(Call(EngineJob.break_off))  # these frames do not go there
         try:
-            self._weights.before_batch()
+            self._weights.at_batch("before")
             return self._assemble(self._delivery.rollout())
         except BaseException:  # what was raised here may have nothing to do with workers elsewhere
             if self._pool.carrier.is_local or self._pool.failure is not None:
@@ -215,15 +217,6 @@ class BaseCollector(Control, IterableDataset[Any]):
     def __bool__(self) -> bool:
         """A collector is something, whatever its length."""
         return True
-
-    @property
-    def requested_frames_per_batch(self) -> int:
-        """Frames in a batch: `frames_per_batch` rounded up to whole steps of all lanes; of the largest worker."""
-        return max(self.frames_per_batch_worker(index) for index in range(self.num_workers))
-
-    def frames_per_batch_worker(self, worker_idx: int = 0) -> int:
-        """How many frames a worker contributes to a batch."""
-        return self._delivery.terms.steps[worker_idx] * self._delivery.terms.lanes
 
     @property
     def replay_buffer(self) -> Any:
@@ -251,13 +244,14 @@ class BaseCollector(Control, IterableDataset[Any]):
         before = self._delivery
         before.settle()  # what somebody has iterated over is in the buffer, and counts
         if self._pool.carrier.is_local:
-            self._ask(MoveToThread())
+            self._ask(Call(EngineJob.move_to_thread))
         slots = getattr(self.config, "slots_per_worker", 1)
         free = FirstCome(self._pool, before.terms, before.budget, slots_per_worker=slots)
         free.take_over(before)
         self._delivery, pool = free, self._pool
         self._roster.watch(pool, free)
-        self._free = FreeRunning(free, repr(self), lambda: pool.ask(dict.fromkeys(pool.indices, FinishEpisodes()), ""))
+        finish = Call(EngineJob.finish_episodes)
+        self._free = FreeRunning(free, repr(self), lambda: pool.ask(dict.fromkeys(pool.indices, finish), ""))
         if isinstance(self.config.replay_buffer, ReplayBuffer):
             self.config.replay_buffer.attach(self)
         self._weights.free = self._free
@@ -271,18 +265,14 @@ class BaseCollector(Control, IterableDataset[Any]):
         with self._at_rest():
             yield
 
-    def _at_rest(self) -> AbstractContextManager[None]:
-        """A context in which nothing is collected in the background."""
-        return nullcontext() if self._free is None or self.closed else self._free.resting()
-
     def is_running(self) -> bool:
         """Whether it collects in the background; raises what went wrong there."""
         if self._free is None or self.closed:
-            self._raise_again()
+            self.raise_failure()
             return False
         self._notice_deaths()
         is_alive = self._free.is_alive  # first: a thread that has ended since then has left its error
-        self._raise_again()
+        self.raise_failure()
         if not is_alive and self._free.is_finished:
             self._end()
         return is_alive
@@ -300,10 +290,7 @@ class BaseCollector(Control, IterableDataset[Any]):
         return self._free is not None and not self.closed and self._free.is_busy
 
     def raise_failure(self) -> None:
-        """Raise what went wrong in the background. For the buffer, which asks whenever it is sampled."""
-        self._raise_again()
-
-    def _raise_again(self) -> None:
+        """Raise what went wrong, if something did. The buffer asks too, whenever it is sampled."""
         if self._free is not None and self._free.error is not None:
             self._is_reported = True
             if not self._pool.carrier.is_local and not self._pool.is_closed:
@@ -327,7 +314,7 @@ class BaseCollector(Control, IterableDataset[Any]):
             raise ClosedError(f"This collector belongs to the process {self._owner}, of which this one is a fork.")
         if not self.closed:
             self._notice_deaths()
-        self._raise_again()
+        self.raise_failure()
         if self.closed:
             raise ClosedError("This collector is shut down; make a new one.")
 
@@ -338,7 +325,7 @@ class BaseCollector(Control, IterableDataset[Any]):
 
         May be called again, and after any error. `close_env=False` leaves an env of this process open.
         """
-        if not close_env and not self._can_leave_env_open:
+        if not close_env and not self._is_direct:
             raise RuntimeError("The envs of workers end with them: shutdown(close_env=False) cannot be.")
         if os.getpid() != self._owner:  # a forked child, which has no part in its parent's workers
             self.closed = True
@@ -367,8 +354,8 @@ class BaseCollector(Control, IterableDataset[Any]):
         """Stop threads and workers; again, if something was left to do."""
         raise NotImplementedError
 
-    _can_leave_env_open = False
-    _state_ends_with_workers = True
+    _is_direct = False
+    """Whether env and policy are objects of this process, which the user may hold when the collector is gone."""
 
     @classmethod
     def adapt_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -379,7 +366,7 @@ class BaseCollector(Control, IterableDataset[Any]):
         """Shut down a collector that was started in the background; raises what went wrong there."""
         self.shutdown(timeout=timeout, close_env=close_env)
         if not self._is_reported:
-            self._raise_again()
+            self.raise_failure()
 
     def __enter__(self: Self) -> Self:
         """Use the collector in a `with` block, at whose end it is shut down."""
@@ -393,10 +380,7 @@ class BaseCollector(Control, IterableDataset[Any]):
         """Free what a forgotten `shutdown` left; at the interpreter's end, others see to it."""
         if not getattr(self, "closed", True) and not sys.is_finalizing():
             with contextlib.suppress(Exception):
-                self._close_forgotten()
-
-    def _close_forgotten(self) -> None:
-        self.shutdown(raise_on_error=False)
+                self.shutdown(close_env=not self._is_direct, raise_on_error=False)
 
 
 _open_collectors: weakref.WeakSet[BaseCollector] = weakref.WeakSet()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ from torch.nn.parameter import is_lazy
 
 from swath.collectors.delivery import Part
 from swath.collectors.free_running import FreeRunning
-from swath.collectors.worker import Adopt, GetLayout, GetWeights
+from swath.collectors.worker import Call, EngineJob
 from swath.keys import POLICY_ID
 from swath.rollout.engine import Engine
 from swath.runtime.pool import Pool
-from swath.weights import Publisher, WeightLayout, flat_weights, for_worker, layers_of, load_weights, requested_weights
+from swath.weights import Publisher, WeightLayout, flat_weights, for_worker, layers_of, load_weights
 
 Each = dict[int, dict[str, Any]]
 """States, or weights, of each worker."""
@@ -28,14 +27,10 @@ class WeightsControl:
     def __init__(
         self, pool: Pool[Part], publisher: Publisher, given_policy: Any, workers: int, update_when: str | None = None
     ) -> None:
-        """Publish to the workers of `pool`.
+        """Publish to the workers of `pool`, of which there are so many at first.
 
-        Args:
-            pool: the workers.
-            publisher: how weights get there.
-            given_policy: the user's policy, from which weights come by default.
-            workers: how many there are.
-            update_when: "before" or "after" each batch, if weights are to be published by themselves.
+        By default weights come from `given_policy`, the user's. With `update_when`, "before" or "after" each batch,
+        they are published by themselves.
         """
         self._pool, self._publisher, self._given, self._workers = pool, publisher, given_policy, workers
         self._when = update_when
@@ -47,37 +42,13 @@ class WeightsControl:
         """How often weights were updated."""
         return self._publisher.version
 
-    def before_batch(self) -> None:
-        """Publish, if that is to be done before each batch."""
-        if self._when == "before":
-            self.update()
+    def at_batch(self, when: str) -> None:
+        """Publish the policy's weights, if that is to be done "before" or "after" each batch."""
+        if self._when == when:
+            self.update({POLICY_ID: None})
 
-    def after_batch(self) -> None:
-        """Publish, if that is to be done after each batch."""
-        if self._when == "after":
-            self.update()
-
-    def update(
-        self,
-        positional: Any = None,
-        weights: Any = None,
-        policy: Any = None,
-        worker_ids: int | Sequence[int] | None = None,
-        model_id: str | None = None,
-        weights_dict: dict[str, Any] | None = None,
-        policy_weights: Any = None,
-    ) -> None:
-        """Find out which weights are meant, and publish them: all or, if one does not fit, none."""
-        if policy_weights is not None:
-            warnings.warn("policy_weights is an old name; use weights.", DeprecationWarning, stacklevel=3)
-            if weights is not None:
-                raise ValueError("policy_weights is the old name of weights: give one of them.")
-            weights = policy_weights
-        requested = requested_weights(positional, weights, policy, model_id, weights_dict)
-        chosen = [worker_ids] if isinstance(worker_ids, int) else worker_ids
-        self._update(requested, None if chosen is None else list(chosen))
-
-    def _update(self, requested: dict[str, Any], chosen: list[int] | None) -> None:
+    def update(self, requested: Mapping[str, Any], chosen: Sequence[int] | None = None) -> None:
+        """Publish `{model id: source}`, to all workers or some: all of it or, if something does not fit, nothing."""
         everyone = self._pool.indices
         if chosen is None and all(for_worker({m: source}, -1) for m, source in requested.items()):
             ready = {model_id: self._named(model_id, source) for model_id, source in requested.items()}
@@ -117,7 +88,7 @@ class WeightsControl:
     def _open(self, model_id: str) -> None:
         """Make a store for a model that only the workers have."""
         first = self._pool.indices[0]
-        layout = self._pool.ask({first: GetLayout(model_id)}, repr(model_id))[first]
+        layout = self._pool.ask({first: Call(EngineJob.layout_of, (model_id,))}, repr(model_id))[first]
         assert isinstance(layout, WeightLayout)
         self._publisher.add(model_id, layout, self._pool.indices)
 
@@ -138,7 +109,8 @@ class WeightsControl:
         elif may_differ:
             return
         else:
-            weights = self._pool.ask({0: GetWeights()}, "policy")[0]  # type: ignore[assignment]
+            state_dict = Call(EngineJob.cascade_execute, ("policy.state_dict",))
+            weights = self._pool.ask({0: state_dict}, "policy")[0]  # type: ignore[assignment]
             if isinstance(given, nn.Module):  # it was lazy until a worker has called it
                 layer, prefix = list(layers_of(given))[-1], layout.prefixes[-1]
                 layer.load_state_dict({name.removeprefix(prefix): w for name, w in weights.items()})
@@ -162,11 +134,11 @@ class InPlaceWeights(WeightsControl):
     """The same for an engine in this process, which may act with the very tensors that the user trains."""
 
     def __init__(self, pool: Pool[Part], publisher: Publisher, engine: Engine, worker: int) -> None:
-        """Update `engine`, the worker of that index."""
         super().__init__(pool, publisher, engine.given_policy, 1)
         self._engine, self._worker = engine, worker
 
-    def _update(self, requested: dict[str, Any], chosen: list[int] | None) -> None:
+    def update(self, requested: Mapping[str, Any], chosen: Sequence[int] | None = None) -> None:
+        """Update the engine, if it is meant."""
         mine = for_worker(requested, self._worker)
         if not mine or (chosen is not None and self._worker not in chosen):
             return
@@ -191,7 +163,7 @@ class InPlaceWeights(WeightsControl):
 
     def _take_now(self) -> None:
         if self.free is None or not self.free.is_busy:  # otherwise they are adopted between two batches
-            self._pool.ask(dict.fromkeys(self._pool.indices, Adopt()), "new weights")
+            self._pool.ask(dict.fromkeys(self._pool.indices, Call(EngineJob.adopt)), "new weights")
             self._engine.version = self._publisher.version
 
     def _open(self, model_id: str) -> None:

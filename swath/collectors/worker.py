@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ FIELDS = (
 )
 """What a worker reports."""
 
-# -- orders --------------------------------------------------------------------------------------------------------
+# -- orders and questions ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -59,92 +59,13 @@ class Fill:
     batch: int
 
 
-# -- questions -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Reset:
-    """Begin new episodes, in all lanes or in these."""
-
-    lanes: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class SetSeed:
-    """Seed every lane and the policy's noise, and begin new episodes."""
-
-    seed: int
-    static: bool
-
-
-@dataclass(frozen=True)
-class GetState:
-    """What is needed to go on elsewhere."""
-
-
-@dataclass(frozen=True)
-class LoadState:
-    """Go on from a saved state; with ids of another number, if one is given."""
-
-    state: dict[str, Any]
-    strict: bool
-    number: int | None = None
-
-
-@dataclass(frozen=True)
-class SetHook:
-    """Replace `pre_collect_hook` or `post_collect_hook`."""
-
-    name: str
-    hook: Any
-
-
-@dataclass(frozen=True)
-class Profile:
-    """Trace the first rollouts; None ends that."""
-
-    config: ProfileConfig | None
-
-
-@dataclass(frozen=True)
-class GetLayout:
-    """What the weights of a model look like."""
-
-    model_id: str
-
-
-@dataclass(frozen=True)
-class GetWeights:
-    """The weights of the policy."""
-
-
-@dataclass(frozen=True)
-class Adopt:
-    """Act with the newest weights at once."""
-
-
-@dataclass(frozen=True)
-class FinishEpisodes:
-    """All frames are collected."""
-
-
-@dataclass(frozen=True)
-class BreakOff:
-    """What is collected next is not written to the replay buffer."""
-
-
-@dataclass(frozen=True)
-class MoveToThread:
-    """From now on, run in a thread beside the trainer."""
-
-
 @dataclass(frozen=True)
 class Call:
-    """Call a method of the worker by name, with a path or other arguments of the user's."""
+    """A question: what this method of the job returns."""
 
-    method: str
+    method: Callable[..., Any]
     args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 # -- the worker ----------------------------------------------------------------------------------------------------
@@ -157,6 +78,8 @@ class BatchLayout:
     leaves: dict[Key, Leaf]
     delivered: list[Key]
     batch_size: tuple[int, ...]
+    env_size: tuple[int, ...]
+    """The batch size of the env: its lanes, whether batches tell them apart by a dimension or not."""
     device: torch.device | None
     env: str
     policy: WeightLayout | None
@@ -196,7 +119,7 @@ class EngineTask:
         )
         job = EngineJob(engine, self.index, link)
         if self.seed is not None:
-            job.answer(SetSeed(*self.seed))
+            job.set_seed(*self.seed)
         return job
 
 
@@ -218,6 +141,7 @@ class EngineJob(Reflection):
     def __init__(self, engine: Engine, worker_idx: int, link: Link) -> None:
         """Run `engine`, and let the pool see how it is doing through `link`."""
         self.engine, self.worker_idx = engine, worker_idx
+        self.env, self.replay_buffer = engine.env, engine.settings.replay_buffer
         self._link = link
         self._weights = Subscriber()
         self._profiler: ProfilingHook | None = None
@@ -231,19 +155,9 @@ class EngineJob(Reflection):
     # -- what users may name -----------------------------------------------------------------------------------
 
     @property
-    def env(self) -> Any:
-        """What is stepped."""
-        return self.engine.env
-
-    @property
     def policy(self) -> Any:
         """What acts."""
         return self.engine.policy
-
-    @property
-    def replay_buffer(self) -> Any:
-        """What is written to, if there is one."""
-        return self.engine.settings.replay_buffer
 
     @property
     def policy_version(self) -> int:
@@ -274,6 +188,46 @@ class EngineJob(Reflection):
         """What is needed to go on elsewhere."""
         return self.engine.state_dict()
 
+    # -- what the collector asks for, beside these -------------------------------------------------------------
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True, number: int | None = None) -> None:
+        """Go on from a saved state; with ids of another number, if one is given."""
+        self.engine.load_state_dict(state, strict)
+        if number is not None:
+            self.engine.renumber(number)
+
+    def layout_of(self, model_id: str) -> WeightLayout:
+        """What the weights of a model look like."""
+        return WeightLayout.of(self.engine.find_model(model_id))
+
+    def set_hook(self, name: str, hook: Any) -> None:
+        """Replace `pre_collect_hook` or `post_collect_hook`."""
+        self.engine.set_hook(name, hook)
+
+    def profile(self, config: ProfileConfig | None) -> None:
+        """Trace the first rollouts; None ends that."""
+        if self._profiler is not None:
+            self._profiler.stop()
+            self.engine.set_hook("post_collect_hook", self._profiler.inner)
+            self._profiler = None
+        if config is not None:
+            self._profiler = ProfilingHook(config, self.worker_idx, self.engine.settings.post_collect_hook)
+            self.engine.set_hook("post_collect_hook", self._profiler)
+
+    def break_off(self) -> None:
+        """What is collected next is not written to the replay buffer."""
+        self.engine.break_off()
+
+    def finish_episodes(self) -> None:
+        """All frames are collected."""
+        self.engine.finish_episodes()
+        self._report()
+
+    def move_to_thread(self) -> None:
+        """From now on, run in a thread beside the trainer."""
+        self.engine.move_to_thread()
+        self.engine.watch(self._watch, self._watch.is_wanted)
+
     # -- what a session asks for -------------------------------------------------------------------------------
 
     def describe(self) -> BatchLayout:
@@ -282,7 +236,8 @@ class EngineJob(Reflection):
         return BatchLayout(
             leaves=self.engine.leaves,
             delivered=self.engine.delivered,
-            batch_size=tuple(self.env.batch_size),
+            batch_size=self.engine.batch_size,
+            env_size=tuple(self.env.batch_size),
             device=self.env.rows_device,
             env=repr(self.env),
             policy=WeightLayout.of(policy) if has_weights(policy) else None,
@@ -303,82 +258,35 @@ class EngineJob(Reflection):
 
     def _collect(self, order: Order, random: bool) -> Receipt:
         assert order.place is not None
-        self._adopt()
+        self.adopt()
         memory = self._link.memory(order.place)
         slot = self._slots.get(memory)
         if slot is None:
             if len(self._slots) > 2 * FEW:  # most of it is memory that is no longer used
                 self._slots.clear()
-            slot = self._slots[memory] = Slot.over(memory, tuple(self.env.batch_size))
+            slot = self._slots[memory] = Slot.over(memory, self.engine.batch_size)
         if self._link.is_local or self._is_on_cpu:
             return self.engine.collect(slot, random=random)
         return self.engine.collect_elsewhere(slot, random=random)
 
     def _fill(self, steps: int, batch: int) -> Receipt:
-        whole: Receipt | None = None
+        receipts: list[Receipt] = []
         while steps:
-            self._adopt()
+            self.adopt()
             wanted = min(steps, batch)
-            receipt = self.engine.write(wanted)
-            steps -= receipt.steps
-            if whole is None:
-                whole = receipt
-            else:
-                frames = whole.frames + receipt.frames
-                whole = replace(receipt, begin=whole.begin, steps=whole.steps + receipt.steps, frames=frames)
-            if self._watch.is_wanted() or (receipt.steps < wanted):
+            receipts.append(self.engine.write(wanted))
+            steps -= receipts[-1].steps
+            if self._watch.is_wanted() or receipts[-1].steps < wanted:
                 break
             if steps:
                 self._report()
-        assert whole is not None
-        return whole
+        return Receipt.over(receipts)
 
     def answer(self, request: object) -> object:
-        """Answer a question of the collector."""
-        self._adopt()
-        match request:
-            case Reset(lanes=lanes):
-                self.reset(lanes)
-            case SetSeed(seed=seed, static=static):
-                self.set_seed(seed, static)
-            case GetState():
-                return self.state_dict()
-            case LoadState(state=state, strict=strict, number=number):
-                self.engine.load_state_dict(state, strict)
-                if number is not None:
-                    self.engine.renumber(number)
-            case SetHook(name=name, hook=hook):
-                self.engine.set_hook(name, hook)
-            case Profile(config=config):
-                self._profile(config)
-            case GetLayout(model_id=model_id):
-                return WeightLayout.of(self.engine.find_model(model_id))
-            case GetWeights():
-                return self.policy.state_dict()
-            case FinishEpisodes():
-                self.engine.finish_episodes()
-                self._report()
-            case BreakOff():
-                self.engine.break_off()
-            case MoveToThread():
-                self.engine.move_to_thread()
-                self.engine.watch(self._watch, self._watch.is_wanted)
-            case Call(method=method, args=args, kwargs=kwargs):
-                return getattr(self, method)(*args, **(kwargs or {}))
-            case Adopt():
-                pass
-            case _:
-                raise TypeError(f"A worker cannot understand {request!r}.")
-        return None
-
-    def _profile(self, config: ProfileConfig | None) -> None:
-        if self._profiler is not None:
-            self._profiler.stop()
-            self.engine.set_hook("post_collect_hook", self._profiler.inner)
-            self._profiler = None
-        if config is not None:
-            self._profiler = ProfilingHook(config, self.worker_idx, self.engine.settings.post_collect_hook)
-            self.engine.set_hook("post_collect_hook", self._profiler)
+        """Call the method that is asked for."""
+        assert isinstance(request, Call)
+        self.adopt()
+        return request.method(self, *request.args, **request.kwargs)
 
     def _report(self) -> None:
         if isinstance(self._link, LocalLink):
@@ -386,7 +294,8 @@ class EngineJob(Reflection):
         else:
             self._link.report(self.stats())
 
-    def _adopt(self) -> None:
+    def adopt(self) -> None:
+        """Act with the newest weights from now on."""
         if self._weights.adopt(self.engine.model_to_load):
             self.engine.version = self._weights.version
 
@@ -399,7 +308,7 @@ class EngineJob(Reflection):
 
     def stop(self) -> None:
         """Close the env."""
-        self._profile(None)
+        self.profile(None)
         self.engine.close()
 
 

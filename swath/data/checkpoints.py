@@ -19,11 +19,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from swath.data.samplers import Draw
 from swath.data.storage_layout import StorageLayout, dtype_named, name_of
 from swath.data.storages import ListStorage, Storage
 from swath.data.tensor_storages import TensorStorage
-from swath.keys import as_key
 from swath.runtime.columns import array_of
 
 STATE_FILE = "replay_buffer.json"
@@ -135,24 +133,6 @@ def load(path: Path) -> Any:
 
 def _is_ours(name: str) -> bool:
     return re.fullmatch(f"{FOLDER}[0-9a-f]{{16}}", name) is not None
-
-
-def draw_state(draw: Draw) -> dict[str, Any]:
-    """A draw as plain tensors."""
-    return {
-        "index": torch.from_numpy(draw.index),
-        "info": [[key, torch.as_tensor(value)] for key, value in draw.info.items()],
-        "overrides": [[key, torch.as_tensor(value)] for key, value in draw.overrides.items()],
-        "ends_epoch": draw.ends_epoch,
-    }
-
-
-def restored_draw(state: Mapping[str, Any]) -> Draw:
-    """The reverse of `draw_state`."""
-    info, overrides = (
-        {as_key(key): value.numpy().copy() for key, value in state[name]} for name in ("info", "overrides")
-    )
-    return Draw(state["index"].numpy().copy(), info, overrides, state["ends_epoch"])
 
 
 def _in_words(value: Any, folder: Path, files: list[str]) -> Any:

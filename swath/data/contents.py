@@ -56,6 +56,10 @@ class Contents:
             return np.asarray(positions % self.capacity)
         return np.asarray(positions % self.capacity + np.asarray(lanes) * self.capacity)
 
+    def in_all_lanes(self, positions: np.ndarray) -> np.ndarray:
+        """The frames of all lanes at `positions` `[rows]`: `[lanes, rows]`."""
+        return self.index(positions, np.arange(self.lanes)[:, None])
+
     def positions(self, index: np.ndarray) -> np.ndarray:
         """The position at which each frame of `index` should be, as seen now."""
         newest = self.end - 1

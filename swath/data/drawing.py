@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import warnings
-import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -55,12 +53,10 @@ class Drawer:
         batch_size: int | None,
         collate: Callable[[Any], Any] | None,
     ) -> None:
-        """Begin with nothing drawn."""
         self.sampler, self.generator = sampler, generator
         self._storage, self._limiter, self._batch_size, self._collate = storage, limiter, batch_size, collate
         self._next: deque[Draw] = deque()
         """Draws that were made and not delivered, here or in the buffer whose state was loaded: they come first."""
-        self.start()
 
     def start(self) -> None:
         """Make what belongs to this process."""
@@ -68,7 +64,6 @@ class Drawer:
         self.pace = Pace(self._storage, self._limiter)
         self._undelivered: list[Draw] = []
         """What was drawn ahead and not yet delivered."""
-        _drawers.add(self)
 
     def draw(self, size: int, is_ahead: bool = False) -> tuple[Draw, Any]:
         """Draw and copy; while the buffer is being filled, wait until it can be done."""
@@ -152,41 +147,37 @@ class Drawer:
             self._next.extend(self._undelivered)
             self._undelivered.clear()
 
-    def pending(self) -> list[Draw]:
-        """All draws that were made and not delivered."""
-        return [*self._undelivered, *self._next]
-
-    def reset(self, pending: tuple[Draw, ...] = ()) -> None:
-        """Forget all draws that were not delivered; `pending` come next."""
+    def reset(self) -> None:
+        """Forget all draws that were not delivered."""
         self._undelivered.clear()
-        self._next = deque(pending)
+        self._next.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sampler, random state, and all draws that were made and not delivered."""
+        return {
+            "sampler_kind": type(self.sampler).__name__,
+            "sampler": self.sampler.state_dict(),
+            "random": torch.get_rng_state() if self.generator is None else self.generator.get_state(),
+            "ahead": [draw.state_dict() for draw in (*self._undelivered, *self._next)],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Draw what would have been drawn there, with a generator of our own."""
+        self.sampler.load_state_dict(state["sampler"])
+        self.generator = torch.Generator().set_state(state["random"])
+        self._next.extend(Draw.restored(draw) for draw in state.get("ahead", ()))
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: lock, pace, batches drawn ahead."""
         own = ("lock", "pace", "_undelivered")
         state = {name: value for name, value in self.__dict__.items() if name not in own}
-        if self.generator is not None:
-            state["generator"] = (str(self.generator.device), self.generator.get_state())
+        if self.generator is not None:  # as bytes: neither it nor a tensor gets to processes that are being spawned
+            state["generator"] = (str(self.generator.device), self.generator.get_state().numpy())
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Go on here."""
         self.__dict__.update(state)
         if self.generator is not None:
             device, random = state["generator"]
             self.generator = torch.Generator(device)
-            self.generator.set_state(random)
-        self.start()
-
-
-_drawers: weakref.WeakSet[Drawer] = weakref.WeakSet()
-
-
-def _start_in_child() -> None:
-    """After a fork: threads, and the locks that they held, are not those of this process."""
-    for drawer in list(_drawers):
-        drawer.start()
-        drawer._storage.ledger.renew_lock()
-
-
-os.register_at_fork(after_in_child=_start_in_child)
+            self.generator.set_state(torch.from_numpy(random))

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from swath.keys import (
     DONE,
@@ -52,7 +53,6 @@ class Pieces:
     is_last: np.ndarray
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self.lane)
 
 
@@ -114,6 +114,7 @@ class Episodes:
       worker has taken the place: all its running episodes are given up. Those that run at the first step of the batch
       have no beginning, so that the rest of them is dropped as it comes, unless the worker began with this batch.
     - Otherwise each batch has frames of all episodes that are running: one that is missing was cut off by a reset.
+      Where lanes step at their own pace that is not so, and it is said which episodes ran when the batch began.
 
     Args:
         keep_headless: keep also episodes whose beginning may be missing.
@@ -126,7 +127,6 @@ class Episodes:
     """
 
     def __init__(self, *, keep_headless: bool = False, keep_unfinished: bool = False, copies: bool = True) -> None:
-        """Begin with nothing."""
         self._keep_headless, self._keep_unfinished, self._copies = keep_headless, keep_unfinished, copies
         self._running: dict[int, _Running] = {}
         self._ready: deque[TensorDictBase] = deque()
@@ -146,7 +146,14 @@ class Episodes:
         """Frames held: of episodes that have not ended yet, and of complete ones. Any thread may ask."""
         return self._held
 
-    def add(self, frames: TensorDictBase, *, source: int = 0, begin: int | None = None) -> None:
+    def add(
+        self,
+        frames: TensorDictBase,
+        *,
+        source: int = 0,
+        begin: int | None = None,
+        running: np.ndarray | None = None,
+    ) -> None:
         """Take in a batch `[..., T]` of the worker `source`. Its frames are copied, and padding (id < 0) left out.
 
         Args:
@@ -154,6 +161,7 @@ class Episodes:
             source: the worker.
             begin: how many steps the worker had made before this batch; None if that is not known, and then every id
                 that is new is taken for a beginning.
+            running: the ids of the episodes that ran when this batch began, where they need not all have frames in it.
         """
         ids_of_frames = frames.get(TRAJ_IDS, None)
         if ids_of_frames is None:
@@ -172,12 +180,23 @@ class Episodes:
         if begin is not None and begin != expected:  # a discontinuity
             self.forget(source)
             if begin:
-                begins = pieces.first > 0
+                begins = pieces.first > 0 if running is None else ~np.isin(pieces.name, running)
         self._steps[source] = (expected if begin is None else begin) + rows.shape[1]
-        self.join(rows, pieces, begins, source)
+        if running is not None:
+            ours, there = [name for name, one in self._running.items() if one.source == source], set(running.tolist())
+            self._give_up([name for name in ours if name not in there])
+        self.join(rows, pieces, begins, source, is_all=running is None)
 
     @torch.inference_mode(False)  # episodes are trained on, wherever they were asked for
-    def join(self, rows: TensorDictBase, pieces: Pieces, begins: np.ndarray, source: int | None = None) -> None:
+    def join(
+        self,
+        rows: TensorDictBase,
+        pieces: Pieces,
+        begins: np.ndarray,
+        source: int | None = None,
+        *,
+        is_all: bool = True,
+    ) -> None:
         """Take in `pieces` of `rows` `[N, T]`: all that there is in one batch.
 
         Args:
@@ -185,6 +204,7 @@ class Episodes:
             pieces: where the pieces lie.
             begins: bool `[P]`: whether a piece begins its episode, if its id is new.
             source: the worker that all of them are of; None: each is of the one that its id names.
+            is_all: whether an episode that has no piece here was cut off.
         """
         order = np.lexsort((pieces.name, pieces.end))  # in which they end
         lanes, firsts, ends, names, lasts, news = (
@@ -209,8 +229,9 @@ class Episodes:
                 if not running.is_headless:
                     self._ready.append(_joined(running.pieces))
         sources = {name >> WORKER_BITS for name in names} if source is None else {source} if names else set()
-        seen = set(names)
-        self._give_up([n for n, one in self._running.items() if n not in seen and one.source in sources])
+        if is_all:
+            seen = set(names)
+            self._give_up([n for n, one in self._running.items() if n not in seen and one.source in sources])
 
     def lengths(self, count: int) -> list[int]:
         """The lengths of the next `count` complete episodes."""
@@ -289,10 +310,7 @@ def padded(episodes: list[TensorDictBase]) -> TensorDict:
     entries: dict[Key, Tensor] = {}
     for key in episodes[0].keys(True, True):
         leaves = [episode.get(key) for episode in episodes]
-        out = leaves[0].new_zeros(*shape, *leaves[0].shape[1:])
-        for row, leaf in zip(out, leaves, strict=True):
-            row[: leaf.shape[0]] = leaf
-        entries[as_key(key)] = out
+        entries[as_key(key)] = pad_sequence(leaves, batch_first=True)
     mask = torch.arange(shape[1]) < lengths[:, None]  # [N, longest]
     mask = mask.to(episodes[0].get((NEXT, DONE)).device)
     if TRAJ_IDS in entries:

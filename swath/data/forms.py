@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,39 +22,20 @@ from swath.keys import Key, as_key, as_path
 WHOLE = "_"
 """The key of a tensor that has no name."""
 Entries = dict[Key, Tensor]
-
-
-class Form(ABC):
-    """One kind of data."""
-
-    @abstractmethod
-    def take_apart(self, data: Any) -> Entries:
-        """The tensors in `data`, by key."""
-
-    @abstractmethod
-    def put_together(self, entries: Entries, shape: Sequence[int]) -> Any:
-        """Data of the batch size `shape` from its `entries`."""
-
-    @abstractmethod
-    def described(self) -> Any:
-        """The form in words that JSON knows."""
-
-
 Inner = dict[tuple[str, ...], tuple[int, ...]]
 """For a TensorDict and those nested in it, by path: the batch dimensions that belong to each frame, if any."""
 
 
-class TensorDictForm(Form):
-    """TensorDicts, nested ones included."""
+class TensorDictForm:
+    """TensorDicts, nested ones included, or a tensorclass. Other processes that only read one get TensorDicts."""
 
-    def __init__(self, inner: Inner | None = None) -> None:
-        """With the batch dimensions `inner`."""
-        self._inner = inner or {}
+    def __init__(self, inner: Inner | None = None, kind: Any = None) -> None:
+        """With the batch dimensions `inner`, as instances of the tensorclass `kind` if there is one."""
+        self._inner, self._kind = inner or {}, kind
 
     def take_apart(self, data: Any) -> Entries:
-        """All leaves."""
-        if is_tensorclass(data) and not isinstance(data, NonTensorData):
-            data = data.to_tensordict()
+        """The tensors in `data`, by key."""
+        data = _without_class(data)
         if not isinstance(data, TensorDictBase):
             raise TypeError(f"The buffer holds TensorDicts, and was given {type(data).__name__}.")
         entries: Entries = {}
@@ -68,64 +48,29 @@ class TensorDictForm(Form):
             entries[as_key(key)] = value
         return entries
 
-    def put_together(self, entries: Entries, shape: Sequence[int]) -> TensorDictBase:
-        """A TensorDict."""
-        return trusted(entries, shape, next(iter(entries.values())).device, self._inner)
+    def put_together(self, entries: Entries, shape: Sequence[int]) -> Any:
+        """Data of the batch size `shape` from its `entries`."""
+        made = trusted(entries, shape, next(iter(entries.values())).device, self._inner)
+        return made if self._kind is None else self._kind.from_tensordict(made)
 
     def described(self) -> Any:
-        """Its name, and the inner batch dimensions."""
+        """The form in words that JSON knows."""
         return {"tensordict": [[path, sizes] for path, sizes in self._inner.items()]}
 
 
-class TensorClassForm(TensorDictForm):
-    """Instances of a tensorclass. Other processes that only read get TensorDicts."""
-
-    def __init__(self, kind: Any, inner: Inner | None = None) -> None:
-        """Of the class `kind`."""
-        super().__init__(inner)
-        self._kind = kind
-
-    def put_together(self, entries: Entries, shape: Sequence[int]) -> Any:
-        """An instance of the class."""
-        return self._kind.from_tensordict(super().put_together(entries, shape))
-
-
-class TensorForm(Form):
-    """Bare tensors."""
-
-    def take_apart(self, data: Any) -> Entries:
-        """The tensor."""
-        return {WHOLE: torch.as_tensor(data)}
-
-    def put_together(self, entries: Entries, shape: Sequence[int]) -> Tensor:
-        """The tensor."""
-        return entries[WHOLE]
-
-    def described(self) -> Any:
-        """Its name."""
-        return "tensor"
-
-
-class TreeForm(Form):
-    """Dicts, lists and tuples of tensors, nested as one likes."""
+class TreeForm:
+    """A bare tensor, or dicts, lists and tuples of tensors, nested as one likes."""
 
     def __init__(self, shape: Any) -> None:
-        """Of the `shape` that `shape_of` returns."""
+        """Of the `shape` that `nesting` returns."""
         self._shape = shape
 
-    @staticmethod
-    def shape_of(data: Any) -> Any:
-        """The nesting of `data`: None for a leaf, a dict, or a list that begins with the name of its kind."""
-        if isinstance(data, Mapping):
-            return {name: TreeForm.shape_of(value) for name, value in data.items()}
-        if isinstance(data, tuple | list):
-            return ["tuple" if isinstance(data, tuple) else "list", *(TreeForm.shape_of(value) for value in data)]
-        return None
-
     def take_apart(self, data: Any) -> Entries:
-        """All leaves, by their paths."""
-        if TreeForm.shape_of(data) != self._shape:
-            raise ValueError(f"The buffer holds data nested as {self._shape}, and was given {TreeForm.shape_of(data)}.")
+        """The tensors in `data`, by their paths."""
+        if self._shape is None:
+            return {WHOLE: torch.as_tensor(data)}
+        if nesting(data) != self._shape:
+            raise ValueError(f"The buffer holds data nested as {self._shape}, and was given {nesting(data)}.")
         return {as_key(path): torch.as_tensor(leaf) for path, leaf in _leaves(data, ())}
 
     def put_together(self, entries: Entries, shape: Sequence[int]) -> Any:
@@ -134,19 +79,19 @@ class TreeForm(Form):
 
     def described(self) -> Any:
         """The nesting."""
-        return {"tree": self._shape}
+        return "tensor" if self._shape is None else {"tree": self._shape}
+
+
+Form: TypeAlias = TensorDictForm | TreeForm
 
 
 def form_of(data: Any, batch_dims: int) -> Form:
     """The form of `data`, of which the first `batch_dims` dimensions are those of frames."""
-    if is_tensorclass(data) and not isinstance(data, NonTensorData):
-        return TensorClassForm(type(data), _inner_sizes(data.to_tensordict(), batch_dims))
-    if isinstance(data, TensorDictBase):
-        return TensorDictForm(_inner_sizes(data, batch_dims))
-    if isinstance(data, Mapping | tuple | list):
-        return TreeForm(TreeForm.shape_of(data))
-    if isinstance(data, Tensor | np.ndarray | int | float | bool | np.generic):
-        return TensorForm()
+    plain = _without_class(data)
+    if isinstance(plain, TensorDictBase):
+        return TensorDictForm(_inner_sizes(plain, batch_dims), None if plain is data else type(data))
+    if isinstance(data, Mapping | tuple | list | Tensor | np.ndarray | int | float | bool | np.generic):
+        return TreeForm(nesting(data))
     raise TypeError(
         f"{type(data).__name__} cannot be laid out in memory ahead; write TensorDicts or tensors, or keep it in a "
         "ListStorage."
@@ -156,10 +101,24 @@ def form_of(data: Any, batch_dims: int) -> Form:
 def form_from(description: Any) -> Form:
     """The form that `described` describes."""
     if description == "tensor":
-        return TensorForm()
+        return TreeForm(None)
     if "tree" in description:
         return TreeForm(description["tree"])
     return TensorDictForm({tuple(path): tuple(sizes) for path, sizes in description["tensordict"]})
+
+
+def nesting(data: Any) -> Any:
+    """How `data` are nested: None for a leaf, a dict, or a list that begins with the name of its kind."""
+    if isinstance(data, Mapping):
+        return {name: nesting(value) for name, value in data.items()}
+    if isinstance(data, tuple | list):
+        return ["tuple" if isinstance(data, tuple) else "list", *map(nesting, data)]
+    return None
+
+
+def _without_class(data: Any) -> Any:
+    """An instance of a tensorclass as a TensorDict; all else as it is."""
+    return data.to_tensordict() if is_tensorclass(data) and not isinstance(data, NonTensorData) else data
 
 
 def _inner_sizes(data: TensorDictBase, batch_dims: int) -> Inner:
@@ -170,31 +129,27 @@ def _inner_sizes(data: TensorDictBase, batch_dims: int) -> Inner:
 
 def gathered(items: Any) -> Any:
     """One batch of a list of items, such as `[td, td]` or `[(x, y), (x, y)]`; a batch stays as it is."""
-    if isinstance(items, list) and items:
-        first = items[0]
-        if isinstance(first, tuple | list) or (isinstance(first, Mapping) and not isinstance(first, TensorDictBase)):
-            return collated(items)
-        if isinstance(first, TensorDictBase):
-            try:
-                return torch.stack(items, 0)
-            except RuntimeError:  # of unequal shapes: beside each other
-                return LazyStackedTensorDict.lazy_stack(items)
-        if isinstance(first, Tensor) or is_tensorclass(first):
-            return torch.stack(items, 0)
-        if isinstance(first, np.ndarray | np.generic | int | float | bool):
-            return torch.as_tensor(np.stack([np.asarray(item) for item in items]))
-    return items
+    return collated(items) if isinstance(items, list) and items else items
 
 
 def collated(items: list[Any]) -> Any:
     """A batch of items that were kept one by one: stacked where that can be done, leaf by leaf."""
     first = items[0]
-    if isinstance(first, Mapping) and not isinstance(first, TensorDictBase):
+    if isinstance(first, TensorDictBase):
+        try:
+            return torch.stack(items, 0)
+        except RuntimeError:  # of unequal shapes: beside each other
+            return LazyStackedTensorDict.lazy_stack(items)
+    if isinstance(first, Mapping):
         return {name: collated([item[name] for item in items]) for name in first}
     if isinstance(first, tuple | list):
         columns = [collated(list(column)) for column in zip(*items, strict=True)]
         return tuple(columns) if isinstance(first, tuple) else columns
-    return gathered(items)
+    if isinstance(first, Tensor) or is_tensorclass(first):
+        return torch.stack(items, 0)
+    if isinstance(first, np.ndarray | np.generic | int | float | bool):
+        return torch.as_tensor(np.stack([np.asarray(item) for item in items]))
+    return items
 
 
 def _leaves(data: Any, path: tuple[str, ...]) -> list[tuple[tuple[str, ...], Any]]:
@@ -211,4 +166,4 @@ def _grown(shape: Any, entries: Entries, path: tuple[str, ...]) -> Any:
     if isinstance(shape, list):
         values = [_grown(inner, entries, (*path, str(at))) for at, inner in enumerate(shape[1:])]
         return tuple(values) if shape[0] == "tuple" else values
-    return entries[as_key(path)]
+    return entries[as_key(path) if path else WHOLE]

@@ -37,6 +37,8 @@ WRITERS = 256
 NOBODY = 0
 HEAD, ORIGIN, LOST, HOLES, SAMPLED, WANTED, STARVED, ENROLLED, LAYOUT, EDITS, FORMER = range(11)
 COUNTERS = 16
+SIZE = COUNTERS + 5 * WRITERS
+"""How many 64-bit numbers a ledger needs."""
 SLOW_NS = 500_000_000
 """A writer that takes longer than this may be dead, and is no longer waited for by readers."""
 PATIENCE_S = 60.0
@@ -77,8 +79,8 @@ class Ledger:
     """How often frames were changed where they lie."""
 
     def __init__(self, numbers: np.ndarray | None = None, lock: AbstractContextManager[Any] | None = None) -> None:
-        """Keep count in `numbers` (see `size`) under `lock`; by default, for the threads of this process."""
-        self.numbers = np.zeros(Ledger.size(), np.int64) if numbers is None else numbers
+        """Keep count in `numbers` `[SIZE]` under `lock`; by default, for the threads of this process."""
+        self.numbers = np.zeros(SIZE, np.int64) if numbers is None else numbers
         self._is_local = lock is None
         self.lock: AbstractContextManager[Any] = threading.RLock() if lock is None else lock
         """Under it, nobody reserves rows."""
@@ -89,10 +91,7 @@ class Ledger:
         self.capacity = 0
         self.lanes = 1
         self.stamps = np.empty(0, np.int64)
-        self._open_table()
-
-    def _open_table(self) -> None:
-        """The table of writers: who each is, which positions it is writing (none if both are equal), and since when."""
+        # The table of writers: who each is, which positions it is writing (none if both are equal), and since when.
         table = self.numbers[COUNTERS:].reshape(5, WRITERS)
         self._pids, self._births, self._begins, self._ends, self._since = table
 
@@ -101,11 +100,6 @@ class Ledger:
         self.writing = threading.RLock()
         if self._is_local:
             self.lock = threading.RLock()
-
-    @staticmethod
-    def size() -> int:
-        """How many 64-bit numbers a ledger needs."""
-        return COUNTERS + 5 * WRITERS
 
     def attach(self, stamps: np.ndarray, lanes: int) -> None:
         """Keep the stamps of rows in `stamps` `[capacity]`; each row has a frame of each of `lanes`."""
@@ -156,19 +150,28 @@ class Ledger:
     def reserve(self, rows: int, skipped: int = 0) -> int:
         """Take the next `rows` rows (at most all), after `skipped` positions that nobody will write.
 
-        Returns the position of the first. Waits for a writer that is still busy with one of them; a dead one is not
-        waited for.
+        Returns the position of the first.
+        """
+        with self._when_free(skipped, rows, is_writing=True) as begin:
+            self._take(self._own_slot(), begin, rows)
+        return begin
+
+    @contextlib.contextmanager
+    def _when_free(self, skipped: int, rows: int, is_writing: bool = False) -> Iterator[int]:
+        """A context under the lock in which nobody is busy with the `rows` rows that come `skipped` after the head.
+
+        Gives the position of the first. Waits for a writer that is busy with one of them; a dead one is not waited for.
         """
         deadline = time.monotonic() + PATIENCE_S
         while True:
             with self.lock:
-                slot = self._own_slot()
-                self._write_off(slot)  # a write of ours that was interrupted just before or after the copy
+                if is_writing:  # a write of ours may have been interrupted just before or after the copy
+                    self._write_off(self._own_slot())
                 begin = self.head + skipped
                 ahead = self._in_the_way(begin, rows)
                 if ahead is None:
-                    self._take(slot, begin, rows)
-                    return begin
+                    yield begin
+                    return
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"Process {ahead} has been writing to the replay buffer for {PATIENCE_S:.0f} s, and its rows are "
@@ -298,16 +301,8 @@ class Ledger:
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
         """A context in which nobody writes: those who had begun have finished, or are dead."""
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            with self.lock:
-                busy = self._in_the_way(self.head + 1, self.capacity)  # of all rows: any writer that lives
-                if busy is None:
-                    yield
-                    return
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"Process {busy} has been writing to the replay buffer for {PATIENCE_S:.0f} s.")
-            time.sleep(PAUSE_S)
+        with self._when_free(1, self.capacity):  # of all rows: any writer that lives is busy with some
+            yield
 
     @contextlib.contextmanager
     def hiding(self, rows: np.ndarray) -> Iterator[None]:
@@ -349,28 +344,17 @@ class Ledger:
         self.is_starved = False
         self.edits += 1
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy for another buffer: without what belongs to this process. What is shared travels as its memory."""
-        table = dict.fromkeys(("_pids", "_births", "_begins", "_ends", "_since"))
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy for another buffer, in one process, to which nobody writes. What is shared travels as its memory."""
         numbers = self.numbers.copy()
-        numbers[COUNTERS:] = 0  # nobody writes to the copy
-        return {
-            **self.__dict__,
-            **table,
-            "numbers": numbers,
-            "stamps": self.stamps.copy(),
-            "_slot": None,
-            "writing": None,
-            "lock": None if self._is_local else self.lock,
-        }
+        numbers[COUNTERS:] = 0
+        return _copied, (numbers, self.stamps.copy(), self.lanes)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a lock for threads, if it was one."""
-        self.__dict__.update(state)
-        self._open_table()
-        self.writing = threading.RLock()
-        if self._is_local:
-            self.lock = threading.RLock()
+
+def _copied(numbers: np.ndarray, stamps: np.ndarray, lanes: int) -> Ledger:
+    ledger = Ledger(numbers)
+    ledger.attach(stamps, lanes)
+    return ledger
 
 
 _SAVED = {

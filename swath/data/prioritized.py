@@ -60,7 +60,6 @@ class PrioritizedSampler(Sampler):
         max_priority_within_buffer: bool = False,
         **others: Any,
     ) -> None:
-        """Begin with nothing seen."""
         check_foreign_arguments(type(self).__name__, others, refused=_REFUSED, harmless=_HARMLESS)
         if reduction not in _REDUCTIONS:
             raise ValueError(f"`reduction` must be one of {', '.join(map(repr, _REDUCTIONS))}, got {reduction!r}.")
@@ -203,7 +202,7 @@ class PrioritizedSampler(Sampler):
         for chunk in range(contents.end if contents.whole else new, contents.end, _CHUNK):
             rows = contents.index(np.arange(chunk, min(chunk + _CHUNK, contents.end)))
             missing = rows[~contents.holds(rows)]
-            self._tree.set(_in_all_lanes(contents, missing), 0.0)
+            self._tree.set(contents.in_all_lanes(missing).reshape(-1), 0.0)
         self._seen = range(contents.first, contents.end)
 
     def _look_again(self, contents: Contents) -> None:
@@ -212,7 +211,7 @@ class PrioritizedSampler(Sampler):
         first, stop = max(self._seen.start, contents.first), min(self._seen.stop, contents.end)
         for chunk in range(first, stop, _CHUNK):
             rows = contents.index(np.arange(chunk, min(chunk + _CHUNK, stop)))
-            frames = _in_all_lanes(contents, rows[contents.holds(rows)])
+            frames = contents.in_all_lanes(rows[contents.holds(rows)]).reshape(-1)
             self._tree.set(frames[self._tree.get(frames) == 0.0], self._new_weight())
 
     def _have_room(self, frames: int) -> None:
@@ -230,7 +229,7 @@ class PrioritizedSampler(Sampler):
             return
         lanes, capacity, count = contents.lanes, contents.capacity, stop - start
         if lanes > 1 and count < min(_LONG_RANGE, capacity * _LARGE_PART):
-            self._tree.set(_in_all_lanes(contents, contents.index(np.arange(start, stop))), weight)
+            self._tree.set(contents.in_all_lanes(np.arange(start, stop)).reshape(-1), weight)
             return
         row = start % capacity
         straight = min(count, capacity - row)  # up to the end of the ring; the rest is at its beginning
@@ -262,13 +261,6 @@ class PrioritizedSampler(Sampler):
                 f"Priorities must be finite numbers of at least 0, got values from {priority.min()} to "
                 f"{priority.max()}. Are they signed errors? Then give their absolute values, and look for NaN."
             )
-
-
-def _in_all_lanes(contents: Contents, rows: np.ndarray) -> np.ndarray:
-    """The frames of all lanes in `rows`."""
-    if contents.lanes == 1:
-        return rows
-    return np.asarray(np.arange(contents.lanes)[:, None] * contents.capacity + rows).reshape(-1)
 
 
 def _not_negative(name: str, value: float) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,7 +72,6 @@ class ReplayBuffer:
         compilable: Any = None,
         delayed_init: Any = None,
     ) -> None:
-        """Put the parts together."""
         if transform is not None and transform_factory is not None:
             raise TypeError("Give either transform or transform_factory, not both.")
         self.storage: Storage = created("storage", storage, Storage, lambda: ListStorage(DEFAULT_SIZE))
@@ -88,9 +89,15 @@ class ReplayBuffer:
         self._prefetch = 0 if not prefetch else positive("prefetch", prefetch)
         first = transform if transform_factory is None else transform_factory()
         self._transforms = TransformList([] if first is None else [first])
-        self._prefetcher = self._new_prefetcher()
+        self._start()
         if shared:
             self.share()
+
+    def _start(self) -> None:
+        """Make what belongs to this process: locks and threads, which neither a copy nor a forked child has."""
+        self._drawer.start()
+        self._prefetcher = Prefetcher(self._sample, self._prefetch) if self._prefetch else None
+        _buffers.add(self)
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -185,8 +192,7 @@ class ReplayBuffer:
 
     def _next(self, batch_size: int | None = None) -> Sampled:
         drawer = self._drawer
-        if drawer.pace.feeders:
-            drawer.pace.feeders.raise_failure()
+        drawer.pace.feeders.raise_failure()
         size = self.batch_size if batch_size is None else positive("batch_size", batch_size)
         if size is None:
             raise RuntimeError("How many frames? Give batch_size to the buffer, or to sample(batch_size).")
@@ -203,12 +209,6 @@ class ReplayBuffer:
             return self._sample(size)
         drawer.deliver(sampled.draw)
         return sampled
-
-    def _new_prefetcher(self) -> Prefetcher | None:
-        return Prefetcher(self._sample_ahead, self._prefetch) if self._prefetch else None
-
-    def _sample_ahead(self, size: int) -> Sampled:
-        return self._sample(size, is_ahead=True)
 
     def _sample(self, size: int, is_ahead: bool = False) -> Sampled:
         draw, data = self._drawer.draw(size, is_ahead)
@@ -333,7 +333,6 @@ class ReplayBuffer:
         if shared:
             with self.storage.ledger.writing, self._drawer.lock:
                 self.storage.share()
-                self.storage.forget_contents()
         return self
 
     @property
@@ -367,14 +366,7 @@ class ReplayBuffer:
             return self._state(copy=True)
 
     def _state(self, copy: bool) -> dict[str, Any]:
-        generator = self._drawer.generator
-        return {
-            "storage": checkpoints.storage_state(self.storage, copy),
-            "sampler_kind": type(self.sampler).__name__,
-            "sampler": self.sampler.state_dict(),
-            "random": torch.get_rng_state() if generator is None else generator.get_state(),
-            "ahead": [checkpoints.draw_state(draw) for draw in self._drawer.pending()],
-        }
+        return {"storage": checkpoints.storage_state(self.storage, copy), **self._drawer.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Hold what was saved, and draw from it what would have been drawn there.
@@ -388,11 +380,8 @@ class ReplayBuffer:
             )
         with self._at_rest():
             checkpoints.load_storage_state(self.storage, state_dict["storage"])
-            self.storage.forget_contents()
-            self.sampler.load_state_dict(state_dict["sampler"])
-            self._drawer.generator = torch.Generator().set_state(state_dict["random"])
             self._forget_draws()
-            self._drawer.reset(tuple(checkpoints.restored_draw(draw) for draw in state_dict.get("ahead", ())))
+            self._drawer.load_state_dict(state_dict)
 
     def dumps(self, path: str | Path) -> None:
         """Save to the directory `path`, beside what else is there.
@@ -421,7 +410,7 @@ class ReplayBuffer:
             keep_unfinished: give also episodes that have not ended, the last frame marked as truncated.
         """
         with self._at_rest():
-            yield self._tensor_storage().episodes(keep_headless, keep_unfinished)
+            yield self._tensor_storage().episodes(keep_headless=keep_headless, keep_unfinished=keep_unfinished)
 
     def shutdown(self) -> None:
         """Stop drawing ahead."""
@@ -431,17 +420,27 @@ class ReplayBuffer:
             self._drawer.put_back()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process."""
         return {name: value for name, value in self.__dict__.items() if name != "_prefetcher"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Go on here."""
         self.__dict__.update(state)
-        self._prefetcher = self._new_prefetcher()
+        self._start()
 
     def __repr__(self) -> str:
-        """Storage, sampler and batch size."""
         return (
             f"{type(self).__name__}(storage={self.storage!r}, sampler={type(self.sampler).__name__}, "
             f"batch_size={self.batch_size})"
         )
+
+
+_buffers: weakref.WeakSet[ReplayBuffer] = weakref.WeakSet()
+
+
+def _start_in_child() -> None:
+    """After a fork: threads, and the locks that they held, are not those of this process."""
+    for buffer in list(_buffers):
+        buffer._start()
+        buffer.storage.ledger.renew_lock()
+
+
+os.register_at_fork(after_in_child=_start_in_child)

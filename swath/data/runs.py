@@ -28,11 +28,9 @@ class FrameRuns:
     length: np.ndarray
 
     def __len__(self) -> int:
-        """How many runs there are."""
         return len(self.lane)
 
     def __getitem__(self, which: np.ndarray | slice) -> FrameRuns:
-        """Some of the runs."""
         return FrameRuns(self.lane[which], self.begin[which], self.length[which])
 
 
@@ -82,7 +80,6 @@ class RunFinder:
     """
 
     def __init__(self, signs: Signs) -> None:
-        """Begin with nothing seen."""
         self._signs = signs
         self._edits = 0
         self.empty()
@@ -129,7 +126,7 @@ class RunFinder:
     def _pieces(self, contents: Contents, start: int, stop: int) -> Pieces:
         """The pieces of trajectories from `start`, the last frame that was looked at before, up to `stop`."""
         positions = np.arange(start, stop)
-        index = contents.index(positions, np.arange(contents.lanes)[:, None])  # [lanes, rows]
+        index = contents.in_all_lanes(positions)  # [lanes, rows]
         there = np.repeat((contents.holds(index[0]) & (positions >= self._oldest))[None], contents.lanes, axis=0)
         seams, done = contents.seams[index], np.zeros(index.shape, bool)
         ids, flags = self._signs.read(contents, index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ import torch
 
 from swath.data.contents import Contents
 from swath.errors import NothingToSampleError
+from swath.keys import as_key
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,23 @@ class Draw:
     info: dict[Any, Any] = field(default_factory=dict)
     overrides: dict[Any, np.ndarray] = field(default_factory=dict)
     ends_epoch: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The draw as plain tensors."""
+        return {
+            "index": torch.from_numpy(self.index),
+            "info": [[key, torch.as_tensor(value)] for key, value in self.info.items()],
+            "overrides": [[key, torch.as_tensor(value)] for key, value in self.overrides.items()],
+            "ends_epoch": self.ends_epoch,
+        }
+
+    @staticmethod
+    def restored(state: Mapping[str, Any]) -> Draw:
+        """The draw that `state_dict` tells of."""
+        info, overrides = (
+            {as_key(key): value.numpy().copy() for key, value in state[name]} for name in ("info", "overrides")
+        )
+        return Draw(state["index"].numpy().copy(), info, overrides, state["ends_epoch"])
 
 
 class Sampler(ABC):
@@ -84,7 +103,6 @@ class SamplerWithoutReplacement(Sampler):
     can_repeat = False
 
     def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
-        """Begin before the first epoch."""
         self.drop_last = drop_last
         self.shuffle = shuffle
         self._left = np.empty(0, np.int64)
@@ -155,6 +173,5 @@ def _replaced(contents: Contents, index: np.ndarray, generator: torch.Generator 
 
 def _present(contents: Contents) -> np.ndarray:
     """All frames that are there."""
-    rows = np.arange(contents.first, contents.end) % contents.capacity
-    index = (np.arange(contents.lanes)[:, None] * contents.capacity + rows).reshape(-1)
+    index = contents.in_all_lanes(np.arange(contents.first, contents.end)).reshape(-1)
     return np.asarray(index[contents.holds(index)])

@@ -91,7 +91,6 @@ class SliceSampler(Sampler):
         replacement: bool = True,
         **others: Any,
     ) -> None:
-        """Check the arguments; nothing is looked at yet."""
         check_foreign_arguments(type(self).__name__, others, ignored=_IGNORED, refused=_REFUSED, harmless=_HARMLESS)
         if not replacement:
             raise TypeError(
@@ -260,7 +259,6 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     def __init__(
         self, *, drop_last: bool = False, shuffle: bool = True, replacement: bool = False, **options: Any
     ) -> None:
-        """Begin before the first epoch."""
         if replacement:
             raise TypeError(f"{type(self).__name__} does not support `replacement=True`. Use `SliceSampler`.")
         super().__init__(**options)

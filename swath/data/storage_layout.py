@@ -78,10 +78,6 @@ class StorageLayout:
         rows, *lanes = (np.asarray(part) for part in public)
         return np.asarray(np.ravel_multi_index(tuple(lanes), self.dims) * self.rows + rows)
 
-    def grid(self, used: int) -> Tensor:
-        """The index of each frame of the first `used` rows: `[*dims, used]`."""
-        return torch.arange(self.frames).view(*self.dims, self.rows)[..., :used]
-
     def to_json(self) -> str:
         """In words."""
         leaves = [[as_path(key), leaf.shape, name_of(leaf.dtype)] for key, leaf in self.leaves.items()]

@@ -1,7 +1,7 @@
 """Storages: where the frames of a replay buffer lie.
 
-A storage is a ring of rows, and the ledger of what is written and read. Memory is laid out by the first write, or
-ahead by `prepare`, and then never moves.
+A storage is a ring of rows, and the ledger of what is written and read. Memory is laid out by the first write,
+and then never moves.
 """
 
 from __future__ import annotations
@@ -64,10 +64,6 @@ class Storage(ABC):
         )
         return self._contents
 
-    def forget_contents(self) -> None:
-        """The ledger was set to another state."""
-        self._contents = None
-
     @property
     def is_ready(self) -> bool:
         """Whether anything was ever written, so that it is known what frames look like."""
@@ -103,11 +99,9 @@ class Storage(ABC):
         """Change frames where they lie. Nobody reads them meanwhile."""
 
     def __getitem__(self, index: Any) -> Any:
-        """Copies of frames by where they lie."""
         return self.get(index)
 
     def __setitem__(self, index: Any, data: Any) -> None:
-        """Change frames where they lie."""
         self.set(index, data)
 
     def __len__(self) -> int:
@@ -128,7 +122,7 @@ class Storage(ABC):
         writes now also wrote the row before. Of more rows than there is room for, only the last are written. Returns
         where the rows lie (or would).
         """
-        ledger = self.ledger
+        ledger, own_seams = self.ledger, self.seams.reshape(self.ledger.lanes, -1)
         kept = min(rows, ledger.capacity)
         begin = ledger.reserve(kept, skipped=rows - kept)
         try:
@@ -136,11 +130,11 @@ class Storage(ABC):
             for where in ledger.parts(begin, kept):
                 which = slice(done, done + where.stop - where.start)
                 put(where, which)
-                self._put_seams(where, which, seams)
+                own_seams[:, where] = False if seams is None else seams[:, which]
                 done = which.stop
             source = (os.getpid(), source)
             if self._last != (source, begin) or kept < rows:
-                self.seams.reshape(ledger.lanes, -1)[:, begin % ledger.capacity] = True
+                own_seams[:, begin % ledger.capacity] = True
         except BaseException:
             ledger.give_up()
             raise
@@ -151,10 +145,6 @@ class Storage(ABC):
     def forget_sources(self) -> None:
         """What is written next continues nothing: what it would continue was replaced."""
         self._last = None
-
-    def _put_seams(self, where: slice, which: slice, seams: np.ndarray | None) -> None:
-        target = self.seams.reshape(self.ledger.lanes, -1)[:, where]
-        target[:] = False if seams is None else seams[:, which]
 
     @property
     def is_shared(self) -> bool:
@@ -171,7 +161,6 @@ class Storage(ABC):
             with self.ledger.at_rest():
                 self.ledger.clear(keep_count)
         self.forget_sources()
-        self.forget_contents()
 
 
 class ListStorage(Storage):

@@ -98,11 +98,7 @@ def cut_into_pieces(
 
 
 def episodes_in(
-    contents: Contents,
-    read: Callable[[np.ndarray], TensorDictBase],
-    *,
-    keep_headless: bool = False,
-    keep_unfinished: bool = False,
+    contents: Contents, read: Callable[[np.ndarray], TensorDictBase], **keep: bool
 ) -> Iterator[TensorDictBase]:
     """The complete episodes that a buffer holds, as `episodes_of` finds them; one is read at a time.
 
@@ -111,23 +107,21 @@ def episodes_in(
     Args:
         contents: what there is.
         read: gives the frames of some indices (see `Contents`), in that order.
-        keep_headless: give also episodes whose beginning may be missing.
-        keep_unfinished: give also episodes without an end, the last frame marked as truncated.
+        keep: `keep_headless` and `keep_unfinished`, as for `episodes_of`.
     """
     positions = np.arange(contents.first, contents.end)
     there = contents.holds(contents.index(positions))
     edges = np.flatnonzero(np.diff(there, prepend=False, append=False))
     for begin, end in edges.reshape(-1, 2).tolist():
-        index = contents.index(positions[begin:end], np.arange(contents.lanes)[:, None])  # [lanes, rows]
+        index = contents.in_all_lanes(positions[begin:end])  # [lanes, rows]
         seams = contents.seams[index]
         seams[:, 0] = True
         yield from episodes_of(
             _marks(contents, index.reshape(-1)),
             seams.reshape(-1),
             whole=begin == 0 and contents.first == contents.origin,
-            keep_headless=keep_headless,
-            keep_unfinished=keep_unfinished,
             fetch=partial(_read_at, read, index.reshape(-1)),
+            **keep,
         )
 
 

@@ -29,7 +29,6 @@ class SumTree:
     """
 
     def __init__(self, capacity: int) -> None:
-        """Make all weights zero."""
         if capacity < 1:
             raise ValueError(f"A sum tree needs a capacity of at least 1, got {capacity}.")
         self.capacity = capacity

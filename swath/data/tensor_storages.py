@@ -16,7 +16,7 @@ from torch import Tensor
 
 from swath.data.contents import EMPTY
 from swath.data.forms import Entries, Form, TensorDictForm, form_of, gathered
-from swath.data.ledger import Ledger
+from swath.data.ledger import SIZE, Ledger
 from swath.data.storage_layout import StorageLayout
 from swath.data.storages import Collate, Storage, as_tensor
 from swath.data.stored_episodes import episodes_in
@@ -65,15 +65,6 @@ class TensorStorage(Storage):
         if self.layout is None and self._data is not None and self.ledger.layout:
             self._attach(self._data)
         return self.layout is not None
-
-    def prepare(self, form: Form, entries: Entries, dims: Sequence[int] = ()) -> StorageLayout:
-        """Lay out memory for frames like those of `entries` `[*dims, rows, ...]`, unless that has been done."""
-        if not self.is_ready:
-            if self._follows_data:
-                self.device = next(iter(entries.values())).device
-            self.lay_out(StorageLayout.of(form, entries, dims, self.max_size))
-        assert self.layout is not None
-        return self.layout
 
     def lay_out(self, layout: StorageLayout) -> None:
         """Take memory for `layout`, which nobody has done yet in this process."""
@@ -126,8 +117,8 @@ class TensorStorage(Storage):
         if self.device.type != "cpu":
             raise ValueError(f"A storage on {self.device} cannot be shared with other processes; use device='cpu'.")
         before, layout, tensors, seams = self.ledger, self.layout, self._columns.tensors, self.seams
-        is_mapped = self._data is not None
-        self._share_ledger(MemoryBlock(8 * Ledger.size()))
+        is_mapped, self._contents = self._data is not None, None
+        self._share_ledger(MemoryBlock(8 * SIZE))
         self.ledger.load_state_dict(before.state_dict())
         if is_mapped and layout is not None:
             self.ledger.layout = before.layout
@@ -141,7 +132,7 @@ class TensorStorage(Storage):
 
     def _share_ledger(self, counters: Block) -> None:
         self._counters = counters
-        self.ledger = Ledger(counters.array((Ledger.size(),), np.int64), ProcessLock(counters))
+        self.ledger = Ledger(counters.array((SIZE,), np.int64), ProcessLock(counters))
 
     def __getstate__(self) -> dict[str, Any]:
         """Private memory is copied. Mapped memory travels as descriptors, and is shared by those who receive it."""
@@ -154,7 +145,6 @@ class TensorStorage(Storage):
         return {**self.__dict__, **own, "layout": None, "ledger": None, "seams": np.empty(0, bool), "_last": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Map the memory anew, or take the copy."""
         self.__dict__.update({**state, "_columns": Columns({}, (0,))})
         if self._counters is not None:
             self._share_ledger(self._counters)
@@ -200,10 +190,15 @@ class TensorStorage(Storage):
             raise IndexError("The buffer is empty: it is not yet known what its frames look like.")
         return self.layout
 
+    def _chosen(self, index: Any, dim: int | None) -> Tensor:
+        """The frames at `index` among all rows that are used, in any shape; `dim` is that of time."""
+        layout = self._known_layout()
+        grid = torch.arange(layout.frames).view(*layout.dims, layout.rows)[..., : self.rows_used]
+        return grid.movedim(-1, -1 if dim is None else dim)[index]
+
     def get(self, index: Any, dim: int | None = None) -> Any:
         """Copies of frames by where they lie; `dim` is that of time among the storage's dimensions."""
-        layout = self._known_layout()
-        chosen = layout.grid(self.rows_used).movedim(-1, -1 if dim is None else dim)[index]
+        layout, chosen = self._known_layout(), self._chosen(index, dim)
         flat = chosen.reshape(-1).numpy()
         with self.ledger.lock:
             held = self.ledger.stamps[flat % self.ledger.capacity] != EMPTY
@@ -219,8 +214,7 @@ class TensorStorage(Storage):
 
     def set(self, index: Any, data: Any, dim: int | None = None) -> None:
         """Change frames where they lie; `data` may be one frame for all. Nobody reads them meanwhile."""
-        layout = self._known_layout()
-        chosen = layout.grid(self.rows_used).movedim(-1, -1 if dim is None else dim)[index]
+        layout, chosen = self._known_layout(), self._chosen(index, dim)
         entries = layout.form.take_apart(data)
         for key, entry in entries.items():
             shape = layout.leaves[key].shape if key in layout.leaves else ()
@@ -272,7 +266,11 @@ class TensorStorage(Storage):
     ) -> Tensor:
         """Write `entries` `[*shape, ...]`, `shape` being lanes and time; returns where, as users know it."""
         *lanes, rows = shape
-        layout = self.prepare(form, entries, lanes)
+        if not self.is_ready:
+            if self._follows_data:
+                self.device = next(iter(entries.values())).device
+            self.lay_out(StorageLayout.of(form, entries, lanes, self.max_size))
+        layout = self._known_layout()
         if tuple(lanes) != layout.dims:
             raise ValueError(f"The buffer has lanes of shape {layout.dims}, and was given {tuple(lanes)}.")
         self.check(entries, len(shape))
@@ -335,7 +333,7 @@ class TensorStorage(Storage):
             for key, tensor in self._columns.tensors.items()
         }
 
-    def episodes(self, keep_headless: bool = False, keep_unfinished: bool = False) -> Iterator[TensorDictBase]:
+    def episodes(self, **keep: bool) -> Iterator[TensorDictBase]:
         """The complete episodes, one `[T]` at a time; see `episodes_in`. Only while nobody writes."""
         if not self.is_ready:
             raise NothingToSampleError("The buffer is empty: it holds no episode.")
@@ -343,10 +341,9 @@ class TensorStorage(Storage):
         def read(index: np.ndarray) -> TensorDictBase:
             return TensorDictForm().put_together(self.read_entries(index), [len(index)])
 
-        return episodes_in(self.contents(), read, keep_headless=keep_headless, keep_unfinished=keep_unfinished)
+        return episodes_in(self.contents(), read, **keep)
 
     def __repr__(self) -> str:
-        """How much there is of how much."""
         return f"{type(self).__name__}({len(self)} of {self.max_size} frames, device={str(self.device)!r})"
 
 
@@ -361,7 +358,6 @@ class LazyTensorStorage(TensorStorage):
     """
 
     def __init__(self, max_size: int, *, device: Any = "cpu", ndim: int = 1, **options: Any) -> None:
-        """Take memory when frames are written."""
         check_foreign_arguments("LazyTensorStorage", options, ignored=WITHOUT_EFFECT, known=ARGUMENTS)
         super().__init__(max_size, device=device, ndim=ndim)
 
@@ -389,7 +385,6 @@ class LazyMemmapStorage(TensorStorage):
         existsok: bool = False,
         **options: Any,
     ) -> None:
-        """Make the file when frames are written."""
         check_foreign_arguments("LazyMemmapStorage", options, ignored=WITHOUT_EFFECT, known=ARGUMENTS)
         super().__init__(max_size, device=device, ndim=ndim)
         if self.device.type != "cpu":

@@ -29,7 +29,6 @@ class TensorDictReplayBuffer(ReplayBuffer):
     """
 
     def __init__(self, *, priority_key: Any = "td_error", **options: Any) -> None:
-        """Put the parts together."""
         super().__init__(**options)
         self.priority_key = as_key(priority_key)
 
@@ -80,17 +79,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
 
 class PrioritizedReplayBuffer(ReplayBuffer):
-    """A buffer whose frames are sampled by their priorities.
+    """A buffer whose frames are sampled by their priorities; its storage is a `ListStorage` of 1,000 by default.
 
-    Args:
-        alpha: how much priorities count; 0 is uniform.
-        beta: how much importance weights make up for it; 1 is fully.
-        eps: what is added to priorities, so that none is zero.
-        dtype: of the importance weights.
-        storage: where frames lie; a `ListStorage` of 1,000 by default.
-        sync: for TorchRL; changes nothing, as does `sampler_device`.
-        sampler_device: see `sync`.
-        options: see `ReplayBuffer`.
+    `alpha`, `beta`, `eps` and `dtype` are those of `PrioritizedSampler`; for the others see `ReplayBuffer`. `sync` and
+    `sampler_device` are there for TorchRL, and change nothing.
     """
 
     def __init__(
@@ -105,24 +97,16 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         sampler_device: Any = None,
         **options: Any,
     ) -> None:
-        """Make the sampler for the storage."""
         kept: Storage = created("storage", storage, Storage, lambda: ListStorage(DEFAULT_SIZE))
         sampler = PrioritizedSampler(kept.max_size, alpha, beta, eps, dtype)
         super().__init__(storage=kept, sampler=sampler, **options)
 
 
 class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
-    """A buffer of TensorDicts whose frames are sampled by their priorities.
+    """A buffer of TensorDicts whose frames are sampled by their priorities; a `LazyTensorStorage` of 1,000 by default.
 
-    Args:
-        alpha: how much priorities count; 0 is uniform.
-        beta: how much importance weights make up for it; 1 is fully.
-        eps: what is added to priorities, so that none is zero.
-        storage: where frames lie; a `LazyTensorStorage` of 1,000 by default.
-        reduction: how priorities of several numbers per frame become one.
-        sync: for TorchRL; changes nothing, as does `sampler_device`.
-        sampler_device: see `sync`.
-        options: see `TensorDictReplayBuffer`.
+    `alpha`, `beta`, `eps` and `reduction` are those of `PrioritizedSampler`; for the others see
+    `TensorDictReplayBuffer`. `sync` and `sampler_device` are there for TorchRL, and change nothing.
     """
 
     def __init__(
@@ -137,7 +121,6 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         sampler_device: Any = None,
         **options: Any,
     ) -> None:
-        """Make the sampler for the storage."""
         kept: Storage = created("storage", storage, Storage, lambda: LazyTensorStorage(DEFAULT_SIZE))
         sampler = PrioritizedSampler(kept.max_size, alpha, beta, eps, reduction=reduction)
         super().__init__(storage=kept, sampler=sampler, **options)

@@ -10,7 +10,6 @@ class InvertedTransform:
     """A transform the other way round: what it does to batches is done to what is written, and the reverse."""
 
     def __init__(self, transform: Any) -> None:
-        """Turn `transform` round."""
         self.transform = transform
 
     def __call__(self, batch: Any) -> Any:

@@ -1,6 +1,7 @@
 """What can be stepped: EnvBase, gymnasium envs, several envs as one, and adapters."""
 
 from swath.envs.adapt import as_env
+from swath.envs.async_pool import AsyncEnvPool
 from swath.envs.base import EnvBase
 from swath.envs.check import check_env
 from swath.envs.gym import GymEnv
@@ -8,4 +9,4 @@ from swath.envs.parallel import ParallelEnv
 from swath.envs.rows import Leaf, Rows
 from swath.envs.serial import SerialEnv
 
-__all__ = ["EnvBase", "GymEnv", "Leaf", "ParallelEnv", "Rows", "SerialEnv", "as_env", "check_env"]
+__all__ = ["AsyncEnvPool", "EnvBase", "GymEnv", "Leaf", "ParallelEnv", "Rows", "SerialEnv", "as_env", "check_env"]

@@ -219,10 +219,6 @@ class EnvBase:
 
     def seed_lanes(self, seeds: list[int]) -> None:
         """Seed each lane with its own number, in effect from its next reset. Random actions are not seeded."""
-        self._set_seeds(seeds)
-
-    def _set_seeds(self, seeds: list[int]) -> None:
-        """Seed each lane; in effect from its next reset."""
         self._set_seed(seeds[0])
 
     def _set_seed(self, seed: int) -> None:

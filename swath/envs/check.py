@@ -25,7 +25,7 @@ from swath.keys import DONE, REWARD, TERMINATED, TRUNCATED, as_key
 
 SEED_CURES = {
     True: "Draw random numbers from self.np_random, which super().reset(seed=seed) seeds, and set all state anew.",
-    False: "Override _set_seed(seed) (or _set_seeds, with one seed per lane), draw all random numbers from what is "
+    False: "Override _set_seed(seed) (or seed_lanes, with one seed per lane), draw all random numbers from what is "
     "seeded there, and set all state anew in a reset.",
 }
 """What to do about a seed that is not heeded, by whether it is a gymnasium env."""

@@ -42,9 +42,9 @@ class EagerResets:
         """Whether some may be left of the last step; known to the side that makes them."""
         self._kept = {key: array for key, array in kept.arrays.items() if key != READY}
 
-    def make(self, env: EnvBase) -> None:
-        """Reset the lanes that have finished in `env`, whose rows `out` stay as they are."""
-        arrays, ended = self._out.arrays, self.ended()
+    def make(self, env: EnvBase, ended: np.ndarray) -> None:
+        """Reset the lanes `ended` of `env`, whose rows `out` stay as they are."""
+        arrays = self._out.arrays
         final = [(array, array[ended]) for array in arrays.values()]
         try:
             env.reset_into(ended.tolist(), self._out)
@@ -63,6 +63,10 @@ class EagerResets:
         """Forget them: they were passed over."""
         if self._any_made:
             self._ready[:] = self._any_made = False
+
+    def drop_lanes(self, lanes: np.ndarray) -> None:
+        """Forget those of some lanes."""
+        self._ready[lanes] = False
 
     def hand_out(self, lanes: Sequence[int], out: Rows) -> Sequence[int]:
         """Write those of `lanes` that there are into `out`; returns the lanes that have none."""

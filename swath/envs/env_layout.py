@@ -4,42 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
-from gymnasium import spaces as gs
 
 from swath.envs.base import EnvBase
 from swath.envs.rows import Leaf
 from swath.envs.spaces import ActionCodec, ObservationCodec
-from swath.keys import Key
-
-
-class Closable(Protocol):
-    """What can be closed."""
-
-    def close(self) -> None:
-        """Free what it holds."""
-
-
-Made = TypeVar("Made", bound=Closable)
+from swath.errors import UnsupportedEnvError
+from swath.keys import REWARD, Key
 
 
 @dataclass(frozen=True)
 class EnvLayout:
     """What an env looks like from outside, as far as others must know before they can step it.
 
-    Spaces, codecs, leaves and places, without the env: it can be sent to another process.
+    Codecs with their spaces, leaves and places, without the env: it can be sent to another process.
     """
 
     name: str
     batch_size: tuple[int, ...]
-    observation_space: gs.Space[Any]
-    action_space: gs.Space[Any]
     observations: ObservationCodec
     actions: ActionCodec
     out_leaves: dict[Key, Leaf]
-    reward_leaf: Leaf
     has_truncated: bool
     device: torch.device | None
     rows_device: torch.device | None
@@ -50,16 +37,44 @@ class EnvLayout:
         return EnvLayout(
             name=repr(env),
             batch_size=tuple(env.batch_size),
-            observation_space=env.observation_space,
-            action_space=env.action_space,
             observations=env.observations,
             actions=env.actions,
             out_leaves=env.out_leaves,
-            reward_leaf=env.reward_leaf,
             has_truncated=env.has_truncated,
             device=env.device,
             rows_device=env.rows_device,
         )
+
+
+class JoinedEnv(EnvBase):
+    """Envs of one layout, each of which is an element of the first batch dimension."""
+
+    def __init__(self, layouts: Sequence[EnvLayout], device: torch.device | str | None) -> None:
+        """Look like those of `layouts`, and hand out tensors on `device`, or on theirs."""
+        must_agree(type(self).__name__, layouts)
+        self._layout = first = layouts[0]
+        super().__init__(
+            first.observations.space,
+            first.actions.space,
+            batch_size=(len(layouts), *first.batch_size),
+            device=device if device is not None else first.device,
+        )
+        self.observations, self.actions, self.reward_leaf = first.observations, first.actions, first.out_leaves[REWARD]
+        self.has_truncated = all(layout.has_truncated for layout in layouts)
+
+    @property
+    def out_leaves(self) -> dict[Key, Leaf]:
+        """What a step writes, as the envs themselves say."""
+        return self._layout.out_leaves
+
+    @property
+    def rows_device(self) -> torch.device | None:
+        """Where the envs themselves work."""
+        return self._layout.rows_device
+
+    def __repr__(self) -> str:
+        """Number of envs, and the first."""
+        return f"{type(self).__name__}({self.batch_size[0]}, {self._layout.name})"
 
 
 def must_agree(whole: str, layouts: Sequence[EnvLayout]) -> None:
@@ -78,6 +93,23 @@ def must_agree(whole: str, layouts: Sequence[EnvLayout]) -> None:
                 )
 
 
+def must_be_on_cpu(whole: str, layouts: Sequence[EnvLayout]) -> None:
+    """Refuse envs whose rows other processes cannot map."""
+    for index, layout in enumerate(layouts):
+        if layout.rows_device is not None and layout.rows_device.type != "cpu":
+            raise UnsupportedEnvError(
+                f"{whole} shares rows with its workers in the memory of the CPU, but env {index} ({layout.name}) "
+                f"works on {layout.rows_device}. Make it on the CPU, or give it many lanes and step it in this process."
+            )
+
+
+def as_seconds(name: str, given: Any) -> float:
+    """A time, if it is one."""
+    if isinstance(given, bool) or not isinstance(given, int | float) or not given >= 0:
+        raise ValueError(f"{name} must be a number of seconds, 0 or more, got {given!r}.")
+    return float(given)
+
+
 def must_differ(simulators: Sequence[Any], cure: str) -> None:
     """Refuse to make several lanes of one simulator."""
     if len({id(simulator) for simulator in simulators}) < len(simulators):
@@ -86,9 +118,25 @@ def must_differ(simulators: Sequence[Any], cure: str) -> None:
         )
 
 
-def make_all(makers: Sequence[Callable[[], Made]]) -> list[Made]:
+def must_be_count(name: str, given: Any) -> None:
+    """Refuse what is no number of things."""
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ValueError(f"{name} must be a positive whole number, got {given!r}.")
+
+
+def one_each(name: str, given: Any, count: int) -> list[Any]:
+    """`given` for each of `count` envs, or the list of them that was given."""
+    must_be_count("num_workers", count)
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        if len(given) != count:
+            raise ValueError(f"{name} has {len(given)} elements for num_workers={count}.")
+        return list(given)
+    return [given] * count
+
+
+def make_all(makers: Sequence[Callable[[], Any]]) -> list[Any]:
     """One env of each maker; if one of them fails, those that were made are closed again."""
-    made: list[Made] = []
+    made: list[Any] = []
     try:
         for make in makers:
             made.append(make())

@@ -107,9 +107,10 @@ class EnvRounds:
         self._pool.expect_progress(rounds.late())
         patience = min(LOOK_S, self._pool.supervision.stall_warning_s)
         while not rounds.is_over():
-            carrier.wait(patience)
+            is_woken = carrier.wait(patience)
             rounds.lower()
-            if not rounds.is_over():
+            # It may be the end of the last round that we were woken by: then there is nothing to attend to.
+            if not rounds.is_over() and (not is_woken or carrier.wait(0.0)):
                 self._pool.attend(0.0)
 
     def settle(self) -> None:

@@ -129,7 +129,8 @@ class GymEnv(EnvBase):
             return self._lanes.step_into(action, out, lanes)
         return super().step_lanes_into(lanes, action, out)
 
-    def _set_seeds(self, seeds: list[int]) -> None:
+    def seed_lanes(self, seeds: list[int]) -> None:
+        """Seed each lane at its next reset."""
         self._lanes.seed(seeds)
 
     def _close(self) -> None:

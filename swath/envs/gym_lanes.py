@@ -27,6 +27,7 @@ from swath.envs.spaces import ActionCodec, ObservationCodec
 from swath.errors import UnsupportedEnvError, annotate, wrong_shape
 from swath.keys import MASK, REWARD, TERMINATED, TRUNCATED, Key
 
+HAPPENED = (REWARD, TERMINATED, TRUNCATED)
 HINT = "swath.envs.check_env(env) tells what is wrong with a custom env."
 
 
@@ -36,12 +37,7 @@ class GymLanes:
     idles = False
     """Whether a lane may be without a transition in a step, which the entry `("collector", "mask")` says."""
 
-    def __init__(
-        self,
-        envs: Sequence[gym.Env[Any, Any]],
-        observations: ObservationCodec,
-        actions: ActionCodec,
-    ) -> None:
+    def __init__(self, envs: Sequence[gym.Env[Any, Any]], observations: ObservationCodec, actions: ActionCodec) -> None:
         """Take over `envs`, whose values are translated by the codecs."""
         self.envs = list(envs)
         self._observations = observations
@@ -109,9 +105,7 @@ class GymLanes:
 
     def _bind_out(self, out: Rows) -> None:
         self._write = self._observations.lane_writer(out)
-        self._reward = _numbers(out.arrays[REWARD])
-        self._terminated = _numbers(out.arrays[TERMINATED])
-        self._truncated = _numbers(out.arrays[TRUNCATED])
+        self._reward, self._terminated, self._truncated = (_numbers(out.arrays[key]) for key in HAPPENED)
         self._bound_out = out
 
 
@@ -228,9 +222,7 @@ class VectorLanes:
     def _bind_out(self, out: Rows) -> None:
         self._write_all = self._observations.batch_writer(out)
         self._write = self._observations.lane_writer(out)
-        self._reward = out.arrays[REWARD].reshape(-1)
-        self._terminated = out.arrays[TERMINATED].reshape(-1)
-        self._truncated = out.arrays[TRUNCATED].reshape(-1)
+        self._reward, self._terminated, self._truncated = (out.arrays[key].reshape(-1) for key in HAPPENED)
         self._bound_out = out
 
 

@@ -19,18 +19,19 @@ What an interrupt leaves unfinished is awaited before anything new is begun.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
-from swath.envs.base import EnvBase
 from swath.envs.eager_reset import EagerResets, eager_leaves
-from swath.envs.env_layout import EnvLayout, must_agree
+from swath.envs.env_layout import EnvLayout, JoinedEnv, as_seconds, must_be_count, must_be_on_cpu, one_each
 from swath.envs.env_rounds import LAST_S, EnvRounds
 from swath.envs.parallel_worker import (
     BEGIN,
@@ -47,8 +48,8 @@ from swath.envs.parallel_worker import (
 )
 from swath.envs.registry import Registered
 from swath.envs.rows import Leaf, Rows
-from swath.envs.serial import EnvFactory, SerialEnv, one_each
-from swath.errors import ClosedError, UnsupportedEnvError, WorkerDiedError, check_foreign_arguments
+from swath.envs.serial import EnvFactory, SerialEnv
+from swath.errors import ClosedError, WorkerDiedError, check_foreign_arguments
 from swath.keys import RESET, Key
 from swath.runtime.columns import Columns
 
@@ -69,20 +70,9 @@ REFUSED = {
     "pin_memory": "Its rows lie in memory that is shared between processes.",
     "allow_step_when_done": "A lane may always be stepped.",
 }
-OWN = (
-    "create_env_kwargs",
-    "envs_per_worker",
-    "device",
-    "num_threads",
-    "num_sub_threads",
-    "mp_start_method",
-    "serial_for_single",
-    "shutdown_timeout",
-    "stall_warning_s",
-)
 
 
-class ParallelEnv(EnvBase):
+class ParallelEnv(JoinedEnv):
     """`num_workers` envs with the batch size `[num_workers, *child]`, stepped at the same time in other processes.
 
     It does what `SerialEnv` does, with the same data for the same seed. The factories are sent by value, so that
@@ -132,16 +122,17 @@ class ParallelEnv(EnvBase):
             stall_warning_s: after how many seconds without a sign a worker is named in a warning.
             tuning: names that other implementations are tuned with, which have no effect.
         """
-        check_foreign_arguments("ParallelEnv", tuning, ignored=TUNING, refused=REFUSED, known=OWN)
+        own = inspect.signature(ParallelEnv.__init__).parameters
+        check_foreign_arguments("ParallelEnv", tuning, ignored=TUNING, refused=REFUSED, known=own)
         factories = one_each("create_env_fn", create_env_fn, num_workers)
         kwargs = one_each("create_env_kwargs", create_env_kwargs or {}, num_workers)
         for name, count in (("envs_per_worker", envs_per_worker), ("num_sub_threads", num_sub_threads)):
-            _check_count(name, count)
+            must_be_count(name, count)
         self._turn = threading.RLock()
         """Workers do one thing at a time; what is asked in another thread, of an env that is collected from, waits."""
-        self._shutdown_timeout = _seconds("shutdown_timeout", shutdown_timeout)
+        self._shutdown_timeout = as_seconds("shutdown_timeout", shutdown_timeout)
         if num_threads is not None:
-            _check_count("num_threads", num_threads)
+            must_be_count("num_threads", num_threads)
             torch.set_num_threads(num_threads)
         self._workers = EnvRounds(
             f"ParallelEnv({num_workers}, ...)",
@@ -149,12 +140,11 @@ class ParallelEnv(EnvBase):
             envs_per_worker,
             method=mp_start_method or "forkserver",
             threads=num_sub_threads,
-            stall_s=_seconds("stall_warning_s", stall_warning_s),
+            stall_s=as_seconds("stall_warning_s", stall_warning_s),
         )
         try:
             layouts = self._start(factories, kwargs)
-            must_agree("ParallelEnv", layouts)
-            _must_be_on_cpu(layouts)
+            must_be_on_cpu("ParallelEnv", layouts)
             self._take_layout(layouts, device)
             self._share_actions(layouts[0].actions.leaves)
         except BaseException:
@@ -176,16 +166,7 @@ class ParallelEnv(EnvBase):
         return [layout for layouts in self._workers.start(tasks) for layout in layouts]
 
     def _take_layout(self, layouts: list[EnvLayout], device: torch.device | str | None) -> None:
-        first = layouts[0]
-        super().__init__(
-            first.observation_space,
-            first.action_space,
-            batch_size=(len(layouts), *first.batch_size),
-            device=device if device is not None else first.device,
-        )
-        self.observations, self.actions, self.reward_leaf = first.observations, first.actions, first.reward_leaf
-        self.has_truncated = all(layout.has_truncated for layout in layouts)
-        self._layout = first
+        super().__init__(layouts, device)
         self._workers.name = repr(self)
         lanes = self.num_lanes // len(layouts)
         self._lanes_of = [(share[0] * lanes, (share[-1] + 1) * lanes) for share in self._workers.shares]
@@ -203,16 +184,6 @@ class ParallelEnv(EnvBase):
         """The process ids of the workers."""
         return self._workers.pids
 
-    @property
-    def out_leaves(self) -> dict[Key, Leaf]:
-        """What a step writes, as the envs themselves say."""
-        return self._layout.out_leaves
-
-    @property
-    def rows_device(self) -> torch.device | None:
-        """Where the envs themselves work: some name of the CPU."""
-        return self._layout.rows_device
-
     # -- rows --------------------------------------------------------------------------------------------------
 
     def new_out_rows(self) -> Rows:
@@ -222,7 +193,7 @@ class ParallelEnv(EnvBase):
         eager = Columns.shared(eager_leaves(self.observations.leaves), self.batch_size)
         rows, kept = Rows.over(shared), tuple(known.number for known in self._known.values())
         self._given += 1
-        self._ask_all(TakeOut(self._given, shared, eager, kept), "taking new rows of")
+        self._ask("taking new rows of", TakeOut(self._given, shared, eager, kept))
         self._known[rows] = Known(self._given, Rows.over(eager))
         return rows
 
@@ -238,7 +209,7 @@ class ParallelEnv(EnvBase):
     def _share_actions(self, leaves: dict[Key, Leaf]) -> None:
         """Make rows for actions of that kind, and tell the workers."""
         shared = Columns.shared({**leaves, **MARKS}, self.batch_size)
-        self._ask_all(TakeActions(shared), "taking new rows of")
+        self._ask("taking new rows of", TakeActions(shared))
         self._shared_action, self._action_leaves = Rows.over(shared), dict(leaves)
         self._marks = self._shared_action.arrays[RESET]
 
@@ -267,23 +238,20 @@ class ParallelEnv(EnvBase):
     def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
         """Begin new episodes in `lanes`, in those workers that have any of them."""
         with self._turn:
-            self._reset_into(lanes, out)
-
-    def _reset_into(self, lanes: Sequence[int], out: Rows) -> None:
-        self._workers.settle()
-        if out is not self._bound_out and not self._bind_out(out):
-            self._through_mirror(out, lambda mirror: self.reset_into(lanes, mirror))
-            return
-        if self._eager is not None:
-            lanes = self._eager.hand_out(lanes, out)
-        if not lanes:
-            return
-        self._marks[:] = False
-        self._marks[list(lanes)] = True
-        workers = None
-        if len(lanes) < self.num_lanes:
-            workers = [index for index, (start, stop) in enumerate(self._lanes_of) if self._marks[start:stop].any()]
-        self._round("resetting", BEGIN, workers)
+            self._workers.settle()
+            if out is not self._bound_out and not self._bind_out(out):
+                self._through_mirror(out, lambda mirror: self.reset_into(lanes, mirror))
+                return
+            if self._eager is not None:
+                lanes = self._eager.hand_out(lanes, out)
+            if not lanes:
+                return
+            self._marks[:] = False
+            self._marks[list(lanes)] = True
+            workers = None
+            if len(lanes) < self.num_lanes:
+                workers = [index for index, (start, stop) in enumerate(self._lanes_of) if self._marks[start:stop].any()]
+            self._round("resetting", BEGIN, workers)
 
     def _round(self, doing: str, what: int, workers: Sequence[int] | None = None) -> int:
         try:
@@ -295,15 +263,14 @@ class ParallelEnv(EnvBase):
         finally:
             self.is_closed = self._workers.is_closed
 
-    def _ask(self, requests: Sequence[Any], doing: str) -> list[Any]:
+    def _ask(self, doing: str, *requests: Any) -> list[Any]:
+        """The answers of all workers: each to its own request, or all to one."""
         with self._turn:
             try:
-                return self._workers.ask(requests, doing)
+                each = requests if len(requests) > 1 else requests * len(self._workers.shares)
+                return self._workers.ask(each, doing)
             finally:
                 self.is_closed = self._workers.is_closed
-
-    def _ask_all(self, request: Any, doing: str) -> list[Any]:
-        return self._ask([request] * len(self._workers.shares), doing)
 
     def _through_mirror(self, out: Rows, do: Any) -> bool:
         """Use rows that the workers know, for rows that they do not."""
@@ -317,21 +284,21 @@ class ParallelEnv(EnvBase):
             for key, tensor in self._mirror.tensors.items():
                 out.tensors[key].copy_(tensor)
 
-    def _set_seeds(self, seeds: list[int]) -> None:
-        self._ask([Seed(seeds[start:stop]) for start, stop in self._lanes_of], "seeding")
+    def seed_lanes(self, seeds: list[int]) -> None:
+        """Seed the lanes of each worker there."""
+        self._ask("seeding", *(Seed(seeds[start:stop]) for start, stop in self._lanes_of))
 
     # -- what the envs have ------------------------------------------------------------------------------------
 
     def get_attr(self, path: str) -> list[Any]:
         """What is at `path` (names joined by dots, `[i]` and `["key"]`) of each env: copies, as they were sent."""
         self.must_be_open()
-        return [found for share in self._ask_all(Get(path), f"looking for {path!r} in") for found in share]
+        return list(chain(*self._ask(f"looking for {path!r} in", Get(path))))
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call what is at `path` of each env, a method for instance; the results, as they were sent."""
         self.must_be_open()
-        request = CallEach(path, args, kwargs)
-        return [result for share in self._ask_all(request, f"calling {path!r} of") for result in share]
+        return list(chain(*self._ask(f"calling {path!r} of", CallEach(path, args, kwargs))))
 
     def _close(self) -> None:
         try:
@@ -341,10 +308,6 @@ class ParallelEnv(EnvBase):
             self._shared_action, self._copies = Rows({}), []
             self._marks = np.empty(0, bool)
 
-    def __repr__(self) -> str:
-        """Number of envs, and the first."""
-        return f"ParallelEnv({self.batch_size[0]}, {self._layout.name})"
-
 
 @dataclass(frozen=True)
 class Known:
@@ -352,23 +315,3 @@ class Known:
 
     number: int
     eager: Rows
-
-
-def _check_count(name: str, given: Any) -> None:
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ValueError(f"{name} must be a positive whole number, got {given!r}.")
-
-
-def _seconds(name: str, given: Any) -> float:
-    if isinstance(given, bool) or not isinstance(given, int | float) or not given >= 0:
-        raise ValueError(f"{name} must be a number of seconds, 0 or more, got {given!r}.")
-    return float(given)
-
-
-def _must_be_on_cpu(layouts: list[EnvLayout]) -> None:
-    for index, layout in enumerate(layouts):
-        if layout.rows_device is not None and layout.rows_device.type != "cpu":
-            raise UnsupportedEnvError(
-                f"ParallelEnv shares rows between processes in the memory of the CPU, but env {index} ({layout.name}) "
-                f"works on {layout.rows_device}. Make it on the CPU, or give it many lanes and step it in this process."
-            )

@@ -25,8 +25,11 @@ from swath.runtime.columns import Columns
 from swath.runtime.processes import ProcessLink
 from swath.runtime.snapshots import Snapshots
 
-STEP, STEP_AND_BEGIN, BEGIN = range(3)
-"""What a round is for; the first of its orders. The second is the number of the rows to write into."""
+STEP, STEP_AND_BEGIN, BEGIN, STEP_AND_CUT = range(4)
+"""What a round is for; the first of its orders. The second is the number of the rows to write into.
+
+After a step, lanes that have finished may begin anew at once; so may those that are marked, whose episodes are cut off.
+"""
 GOING_ON, FINISHED, FAILED = range(3)
 """The outcomes of a round; the largest counts."""
 MARKS: dict[Key, Leaf] = {RESET: Leaf((), torch.bool)}
@@ -103,12 +106,14 @@ class EnvTask:
         """Make the envs, in the worker."""
         assert isinstance(link, ProcessLink)  # rounds are among processes of one machine
         self.registered.adopt()
-        makers = [
-            partial(_made_as, self.first + index, factory, kwargs)
-            for index, (factory, kwargs) in enumerate(zip(self.factories, self.kwargs, strict=True))
-        ]
         self.member.attend(link.fileno())
-        return EnvJob(make_all(makers), self.first, self.member)
+        return EnvJob(make_envs(self.first, self.factories, self.kwargs), self.first, self.member)
+
+
+def make_envs(first: int, factories: Sequence[Callable[..., Any]], kwargs: Sequence[dict[str, Any]]) -> list[EnvBase]:
+    """The envs of a worker, which are numbered from `first`."""
+    pairs = enumerate(zip(factories, kwargs, strict=True), first)
+    return make_all([partial(_made_as, index, factory, given) for index, (factory, given) in pairs])
 
 
 def _made_as(index: int, factory: Callable[..., Any], kwargs: dict[str, Any]) -> EnvBase:
@@ -188,7 +193,7 @@ class Stepper:
         """Do our part of a round; the outcome."""
         try:
             if what != BEGIN:
-                return self._step(rows, eagerly=what == STEP_AND_BEGIN)
+                return self._step(rows, what)
             self.failed = self._taken_failure()
             if self.failed is None:
                 self._reset(rows)
@@ -196,17 +201,20 @@ class Stepper:
             self.failed = EnvFailure(Failure.of(error), self._env.failed)
         return GOING_ON if self.failed is None else FAILED
 
-    def _step(self, rows: int, eagerly: bool) -> int:
+    def _step(self, rows: int, what: int) -> int:
         """Step, and begin new episodes where old ones have ended if that is wanted: see NOTE [Eager resets]."""
         self._drop_eager()
-        if not self._env.step_into(self._action, self._outs[rows]):
+        has_finished = self._env.step_into(self._action, self._outs[rows])
+        if not has_finished and what != STEP_AND_CUT:
             return GOING_ON
-        if eagerly and self._lanes_are_apart:
+        if what != STEP and self._lanes_are_apart:
+            ended = self._eager[rows].ended()
+            if what == STEP_AND_CUT:
+                ended = np.union1d(ended, np.flatnonzero(self._marks))
             try:
-                self._eager[rows].make(self._env)
+                self._eager[rows].make(self._env, ended)
             except Exception as error:
-                failed = EnvFailure(Failure.of(error), self._env.failed)
-                self._failed_eager = (failed, self._eager[rows].ended())
+                self._failed_eager = (EnvFailure(Failure.of(error), self._env.failed), ended)
         return FINISHED
 
     def _taken_failure(self) -> EnvFailure | None:
@@ -229,34 +237,31 @@ class Stepper:
             eager.drop()
 
     def obey(self, request: Any) -> Any:
-        """Do what was asked, and return what was asked for."""
+        """Do what was asked, and return what was asked for; or what was raised."""
         self._env.failed = None
         try:
-            return self._obey(request)
+            match request:
+                case TakeActions(rows):
+                    self._action = self._part(rows)
+                    self._marks = self._action.arrays[RESET]
+                case TakeOut(number, rows, eager, kept):
+                    self._outs = {key: out for key, out in self._outs.items() if key in kept}
+                    self._eager = {key: known for key, known in self._eager.items() if key in kept}
+                    self._outs[number] = self._part(rows)
+                    self._eager[number] = EagerResets(self._part(eager), self._outs[number])
+                case Seed(seeds):
+                    self._env.seed_lanes(seeds)
+                    self._drop_eager()
+                case GetFailure():
+                    return self.failed
+                case Get(path):
+                    return self._each(lambda env: follow(env, path))
+                case CallEach(path, args, kwargs):
+                    return self._each(lambda env: follow(env, path)(*args, **kwargs))
+                case _:
+                    raise TypeError(f"A worker of a ParallelEnv was sent {request!r}.")
         except Exception as error:
             return EnvFailure(Failure.of(error), self._env.failed)
-
-    def _obey(self, request: Any) -> Any:
-        match request:
-            case TakeActions(rows):
-                self._action = self._part(rows)
-                self._marks = self._action.arrays[RESET]
-            case TakeOut(number, rows, eager, kept):
-                self._outs = {key: out for key, out in self._outs.items() if key in kept}
-                self._eager = {key: known for key, known in self._eager.items() if key in kept}
-                self._outs[number] = self._part(rows)
-                self._eager[number] = EagerResets(self._part(eager), self._outs[number])
-            case Seed(seeds):
-                self._env.seed_lanes(seeds)
-                self._drop_eager()
-            case GetFailure():
-                return self.failed
-            case Get(path):
-                return self._each(lambda env: follow(env, path))
-            case CallEach(path, args, kwargs):
-                return self._each(lambda env: follow(env, path)(*args, **kwargs))
-            case _:
-                raise TypeError(f"A worker of a ParallelEnv was sent {request!r}.")
         return None
 
     def _part(self, columns: Columns) -> Rows:

@@ -7,13 +7,11 @@ packages have would not find it.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import cloudpickle
 import gymnasium as gym
-from gymnasium.envs.registration import EnvSpec
 
 
 @dataclass(frozen=True)
@@ -28,28 +26,16 @@ class Registered:
 
         What cannot be pickled stays here. A worker that asks for it hears that there is no such env.
         """
-        named = [spec for spec in gym.registry.values() if isinstance(spec.entry_point, str)]
-        together = _packed(named)
-        if together is not None:
-            named = []
-        rest = [spec for spec in gym.registry.values() if spec in named or not isinstance(spec.entry_point, str)]
-        each = [_packed([spec]) for spec in rest]
-        return Registered(tuple(packed for packed in (together, *each) if packed is not None))
+        packed: list[bytes] = []
+        for spec in gym.registry.values():
+            with suppress(Exception):  # whatever its parts may do when they are pickled
+                packed.append(cloudpickle.dumps(spec))
+        return Registered(tuple(packed))
 
     def adopt(self) -> None:
         """Register here what is not, or not in the same way."""
         for packed in self.packed:
-            try:
-                specs: Iterable[EnvSpec] = pickle.loads(packed)
-            except Exception:  # made of a module that is not there; without it the env could not be made either
-                continue
-            for spec in specs:
+            with suppress(Exception):  # made of a module that is not there; without it the env could not be made either
+                spec = pickle.loads(packed)
                 if gym.registry.get(spec.id) != spec:
                     gym.registry[spec.id] = spec
-
-
-def _packed(specs: list[Any]) -> bytes | None:
-    try:
-        return bytes(cloudpickle.dumps(specs))
-    except Exception:  # whatever its parts may do when they are pickled
-        return None

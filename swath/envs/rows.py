@@ -18,7 +18,18 @@ from swath.errors import wrong_shape
 from swath.keys import Key
 from swath.runtime.columns import Columns, Leaf
 
-__all__ = ["Leaf", "Rows"]
+__all__ = ["Index", "Leaf", "Rows", "rows_of"]
+
+
+Index = slice | np.ndarray
+
+
+def rows_of(lanes: np.ndarray) -> Index:
+    """An index for the rows of `lanes`: of one lane a slice, with which numpy is several times faster."""
+    if len(lanes) > 1:
+        return lanes
+    first = int(lanes[0])
+    return slice(first, first + 1)
 
 
 class Rows:
@@ -29,10 +40,7 @@ class Rows:
     """
 
     def __init__(
-        self,
-        leaves: Mapping[Key, Leaf],
-        batch_size: Iterable[int] = (),
-        device: torch.device | None = None,
+        self, leaves: Mapping[Key, Leaf], batch_size: Iterable[int] = (), device: torch.device | None = None
     ) -> None:
         """Allocate zeros for all `leaves`."""
         self.batch_size = tuple(batch_size)

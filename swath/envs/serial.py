@@ -10,17 +10,16 @@ import torch
 
 from swath.envs.adapt import as_env
 from swath.envs.base import EnvBase
-from swath.envs.env_layout import EnvLayout, make_all, must_agree, must_differ
+from swath.envs.env_layout import EnvLayout, JoinedEnv, make_all, must_differ, one_each
 from swath.envs.gym import GymEnv
 from swath.envs.gym_lanes import GymLanes
-from swath.envs.rows import Leaf, Rows
+from swath.envs.rows import Rows
 from swath.errors import annotate
-from swath.keys import Key
 
 EnvFactory = Callable[..., Any]
 
 
-class SerialEnv(EnvBase):
+class SerialEnv(JoinedEnv):
     """`num_workers` envs with the batch size `[num_workers, *child]`.
 
     The envs may differ in all but their layout: the same keys, shapes and dtypes.
@@ -41,17 +40,7 @@ class SerialEnv(EnvBase):
         kwargs = one_each("create_env_kwargs", create_env_kwargs or {}, num_workers)
         self.envs = make_all([partial(as_env, f, k) for f, k in zip(factories, kwargs, strict=True)])
         must_differ(self.simulators, "SerialEnv(4, lambda: GymEnv('CartPole-v1'))")
-        first = self.envs[0]
-        must_agree("SerialEnv", [EnvLayout.of(env) for env in self.envs])
-        super().__init__(
-            first.observation_space,
-            first.action_space,
-            batch_size=(num_workers, *first.batch_size),
-            device=device if device is not None else first.device,
-        )
-        self.observations, self.actions = first.observations, first.actions
-        self.reward_leaf = first.reward_leaf
-        self.has_truncated = all(env.has_truncated for env in self.envs)
+        super().__init__([EnvLayout.of(env) for env in self.envs], device)
         self._lanes: GymLanes | EnvLanes = _merged(self.envs) or EnvLanes(self.envs)
 
     @property
@@ -60,19 +49,9 @@ class SerialEnv(EnvBase):
         return isinstance(self._lanes, GymLanes)
 
     @property
-    def rows_device(self) -> torch.device | None:
-        """Where the envs themselves work."""
-        return self.envs[0].rows_device
-
-    @property
     def simulators(self) -> list[Any]:
         """Those of all envs."""
         return [simulator for env in self.envs for simulator in env.simulators]
-
-    @property
-    def out_leaves(self) -> dict[Key, Leaf]:
-        """What a step writes, as the envs themselves say."""
-        return self.envs[0].out_leaves
 
     def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
         """Begin new episodes in `lanes`, each in the env that it belongs to."""
@@ -82,10 +61,10 @@ class SerialEnv(EnvBase):
             self._name(error, self._lanes.failed // self.envs[0].num_lanes)
             raise
 
-    def step_into(self, action: Rows, out: Rows) -> bool:
-        """Step every env on its part of the rows."""
+    def step_into(self, action: Rows, out: Rows, lanes: Sequence[int] | None = None) -> bool:
+        """Step every env on its part of the rows, or `lanes`, each in the env that it belongs to."""
         try:
-            return self._lanes.step_into(action, out)
+            return self._lanes.step_into(action, out, lanes)
         except Exception as error:
             self._name(error, self._lanes.failed // self.envs[0].num_lanes)
             raise
@@ -96,29 +75,22 @@ class SerialEnv(EnvBase):
         return all(env.can_step_lanes for env in self.envs)
 
     def step_lanes_into(self, lanes: Sequence[int], action: Rows, out: Rows) -> bool:
-        """Step `lanes`, each in the env that it belongs to."""
+        """Step `lanes`."""
         if not self.can_step_lanes:
             return super().step_lanes_into(lanes, action, out)
-        try:
-            return self._lanes.step_into(action, out, lanes)
-        except Exception as error:
-            self._name(error, self._lanes.failed // self.envs[0].num_lanes)
-            raise
+        return self.step_into(action, out, lanes)
 
     def _name(self, error: Exception, index: int) -> None:
         """Add to an error in which env it was raised."""
         annotate(error, f"This was env {index} of {self!r}.")
 
-    def _set_seeds(self, seeds: list[int]) -> None:
+    def seed_lanes(self, seeds: list[int]) -> None:
+        """Seed each lane in its env."""
         self._lanes.seed(seeds)
 
     def _close(self) -> None:
         for env in self.envs:
             env.close()
-
-    def __repr__(self) -> str:
-        """Number of envs, and the first."""
-        return f"SerialEnv({len(self.envs)}, {self.envs[0]!r})"
 
 
 class EnvLanes:
@@ -174,17 +146,6 @@ class EnvLanes:
         """The part of `rows` of each env."""
         size = self._size
         return [rows.part(i * size, (i + 1) * size, self._shape) for i in range(len(self._envs))]
-
-
-def one_each(name: str, given: Any, count: int) -> list[Any]:
-    """`given` for each of `count` envs, or the list of them that was given."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"num_workers must be a positive whole number, got {count!r}.")
-    if isinstance(given, Sequence) and not isinstance(given, str):
-        if len(given) != count:
-            raise ValueError(f"{name} has {len(given)} elements for num_workers={count}.")
-        return list(given)
-    return [given] * count
 
 
 def _merged(envs: Sequence[EnvBase]) -> GymLanes | None:

@@ -130,7 +130,8 @@ class TorchRLEnv(EnvBase):
         for key in self.observation_keys:
             out.put(key, source.get(key), repr(self))
 
-    def _set_seeds(self, seeds: list[int]) -> None:
+    def seed_lanes(self, seeds: list[int]) -> None:
+        """Seed the env with the first; it derives the others itself."""
         self.env.set_seed(seeds[0], static_seed=len(set(seeds)) == 1 and len(seeds) > 1)
 
     def _close(self) -> None:

@@ -27,11 +27,4 @@ def step_mdp(tensordict: TensorDictBase, action_keys: Iterable[Key] = (ACTION,))
     return root
 
 
-__all__ = [
-    "ExplorationType",
-    "check_env",
-    "check_env_specs",
-    "exploration_type",
-    "set_exploration_type",
-    "step_mdp",
-]
+__all__ = ["ExplorationType", "check_env", "check_env_specs", "exploration_type", "set_exploration_type", "step_mdp"]

@@ -14,20 +14,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
-from tensordict.nn import InteractionType, set_interaction_type
-from tensordict.nn.probabilistic import interaction_type as exploration_type
+from swath.envs.utils import ExplorationType, exploration_type, set_exploration_type
 
-ExplorationType = InteractionType
-"""RANDOM samples; MODE, MEAN, MEDIAN and DETERMINISTIC take that statistic of the policy's distribution."""
-
-set_exploration_type = set_interaction_type
-"""Context manager that sets the exploration type for all policies called inside."""
-
-_of_this_thread: ContextVar[InteractionType | None] = ContextVar("swath_exploration", default=None)
+_of_this_thread: ContextVar[ExplorationType | None] = ContextVar("swath_exploration", default=None)
 
 
 @contextmanager
-def exploring_here(kind: InteractionType) -> Iterator[None]:
+def exploring_here(kind: ExplorationType) -> Iterator[None]:
     """Let policies that we run in this thread explore like `kind`; see NOTE [Exploring in a thread]."""
     token = _of_this_thread.set(kind)
     try:
@@ -36,7 +29,7 @@ def exploring_here(kind: InteractionType) -> Iterator[None]:
         _of_this_thread.reset(token)
 
 
-def acting_type() -> InteractionType | None:
+def acting_type() -> ExplorationType | None:
     """The exploration type that counts here."""
     return _of_this_thread.get() or exploration_type()
 
@@ -44,7 +37,7 @@ def acting_type() -> InteractionType | None:
 def exploring_in_modules() -> AbstractContextManager[Any]:
     """A context in which modules that we do not know see the type that counts here."""
     kind = _of_this_thread.get()
-    return nullcontext() if kind is None else set_interaction_type(kind)
+    return nullcontext() if kind is None else set_exploration_type(kind)
 
 
 __all__ = ["ExplorationType", "exploration_type", "set_exploration_type"]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +25,9 @@ from tensordict.nn.distributions import NormalParamExtractor
 from tensordict.nn.utils import biased_softplus
 from torch import Tensor, nn
 
-from swath.envs.rows import Rows
+from swath.envs.rows import Rows, rows_of
 from swath.keys import Key
-from swath.modules.stages import Plain
+from swath.modules.stages import Stage
 
 InPlace = Callable[[np.ndarray], object]
 Operation = Callable[[], object]
@@ -42,37 +43,26 @@ Before version 0.3.27 (numpy 2 has a later one) the limit for one lane, a produc
 """
 
 
-def _relu(x: np.ndarray) -> None:
-    np.maximum(x, 0.0, out=x)
-
-
-def _sigmoid(x: np.ndarray) -> None:
+def _sigmoid(module: object, x: np.ndarray) -> None:
     with np.errstate(over="ignore"):
         np.divide(1.0, np.add(np.exp(np.negative(x, x), x), 1.0, x), x)
 
 
-def _silu(x: np.ndarray) -> None:
+def _silu(module: object, x: np.ndarray) -> None:
     gate = x.copy()
-    _sigmoid(gate)
+    _sigmoid(module, gate)
     np.multiply(x, gate, x)
 
 
-def activation_of(module: nn.Module) -> InPlace | None:
-    """The in-place array form of an elementwise activation, or None if it is not one of the known."""
-    kind = type(module)
-    if kind is nn.Tanh:
-        return lambda x: np.tanh(x, x)
-    if kind is nn.ReLU:
-        return _relu
-    if kind is nn.Sigmoid:
-        return _sigmoid
-    if kind is nn.SiLU:
-        return _silu
-    if isinstance(module, nn.LeakyReLU) and kind is nn.LeakyReLU:
-        return lambda x: np.multiply(x, module.negative_slope, x, where=x < 0)
-    if isinstance(module, nn.ELU) and kind is nn.ELU:
-        return lambda x: np.copyto(x, module.alpha * np.expm1(np.minimum(x, 0.0)), where=x < 0)
-    return None
+ACTIVATIONS: dict[type[nn.Module], Callable[[Any, np.ndarray], object]] = {
+    nn.Tanh: lambda module, x: np.tanh(x, x),
+    nn.ReLU: lambda module, x: np.maximum(x, 0.0, out=x),
+    nn.Sigmoid: _sigmoid,
+    nn.SiLU: _silu,
+    nn.LeakyReLU: lambda module, x: np.multiply(x, module.negative_slope, x, where=x < 0),
+    nn.ELU: lambda module, x: np.copyto(x, module.alpha * np.expm1(np.minimum(x, 0.0)), where=x < 0),
+}
+"""Elementwise activations, in place on an array, with the settings that the module has then."""
 
 
 def flatten(module: nn.Module) -> list[nn.Module] | None:
@@ -87,8 +77,7 @@ def flatten(module: nn.Module) -> list[nn.Module] | None:
         return layers
     if type(module) is nn.Identity:
         return []
-    known = type(module) in (nn.Linear, NormalParamExtractor)
-    return [module] if known or activation_of(module) is not None else None
+    return [module] if type(module) in (nn.Linear, NormalParamExtractor, *ACTIVATIONS) else None
 
 
 class _Layer:
@@ -155,7 +144,7 @@ class _NormalHead:
             np.maximum(scale, floor, out=scale)
 
 
-class MLPStage(Plain):
+class MLPStage(Stage):
     """Linear layers and activations, possibly with a NormalParamExtractor at the end."""
 
     def __init__(self, layers: Sequence[nn.Module], source: np.ndarray, outputs: Rows, out_keys: Sequence[Key]) -> None:
@@ -166,8 +155,8 @@ class MLPStage(Plain):
         for module in layers:
             if isinstance(module, nn.Linear):
                 self._layers.append(_Layer(module, len(source)))
-            elif (activation := activation_of(module)) is not None:
-                self._layers[-1].activations.append(activation)
+            elif type(module) in ACTIVATIONS:
+                self._layers[-1].activations.append(partial(ACTIVATIONS[type(module)], module))
         last = layers[-1]
         self._head = _NormalHead(last, self._targets[1]) if isinstance(last, NormalParamExtractor) else None
         self._operations = self._bind(source, self._targets)
@@ -204,11 +193,12 @@ class MLPStage(Plain):
         source, *targets = (array[:n] for array in self._some)
         if n not in self._operations_on:
             self._operations_on[n] = self._bind(source, targets)
-        source[:] = self._source[lanes]
+        rows = rows_of(lanes)
+        source[:] = self._source[rows]
         for operation in self._operations_on[n]:
             operation()
         for target, result in zip(self._targets, targets, strict=True):
-            target[lanes] = result
+            target[rows] = result
 
 
 def mlp_stage(module: nn.Module, source: np.ndarray, outputs: Rows, out_keys: Sequence[Key]) -> MLPStage | None:

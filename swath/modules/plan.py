@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,15 +22,6 @@ from swath.modules.sampling import sampling_stage
 from swath.modules.stages import RandomStage, Stage, TensorDictStage, TorchStage
 
 
-@dataclass
-class Plan:
-    """Stages in the order in which they run."""
-
-    stages: list[Stage] = field(default_factory=list)
-    late: set[Key] = field(default_factory=set)
-    """Keys that no step writes: their columns are filled when the slot is complete."""
-
-
 class Planner:
     """Makes plans for a policy that was probed."""
 
@@ -49,18 +39,18 @@ class Planner:
         self._away = None if device == probe.place else device
         self._fast = fast and self._away is None
 
-    def plan(self, policy: Any) -> Plan:
-        """A plan for `policy` as it is now."""
+    def plan(self, policy: Any) -> list[Stage]:
+        """The stages for `policy` as it is now, in the order in which they run."""
         if type(policy) is RandomPolicy and not is_altered(policy):
-            return Plan([RandomStage(policy.codec, self._outputs)])
+            return [RandomStage(policy.codec, self._outputs)]
         parts = self._parts(policy)
         if parts is None:
-            return Plan([TensorDictStage(policy, self._present, (), self._outputs, self._visible, self._device)])
-        plan, written = Plan(), list[Key]()
+            return [TensorDictStage(policy, self._present, (), self._outputs, self._visible, self._device)]
+        stages, written = list[Stage](), list[Key]()
         for index, (part, writes) in enumerate(parts):
-            plan.stages.append(self._stage(part, writes, written, parts[index + 1 :], plan))
+            stages.append(self._stage(part, writes, written, parts[index + 1 :]))
             written = [*written, *writes.leaves]
-        return plan
+        return stages
 
     def _parts(self, policy: Any) -> list[tuple[Any, Writes]] | None:
         """The parts to run one by one with what they write; None if the policy has to be called as a whole."""
@@ -73,9 +63,7 @@ class Planner:
             return None  # which of their defaults counts is the sequence's business
         return list(zip(parts, self._writes, strict=True))
 
-    def _stage(
-        self, part: Any, writes: Writes, written: list[Key], later: Sequence[tuple[Any, Writes]], plan: Plan
-    ) -> Stage:
+    def _stage(self, part: Any, writes: Writes, written: list[Key], later: Sequence[tuple[Any, Writes]]) -> Stage:
         """The quickest stage that does what `part` does, after others have `written`, and before the `later`."""
         outputs = self._outputs
         known = {**self._present.tensors, **{key: outputs.tensors[key] for key in written}}
@@ -84,7 +72,6 @@ class Planner:
         if type(part) is ProbabilisticTensorDictModule and self._fast and self._may_finish_late(part, later):
             sampling = sampling_stage(part, arrays, self._outputs.arrays, acting_type())
             if sampling is not None:
-                plan.late.update(sampling.late)
                 return sampling
         if type(part) is TensorDictModule and writes.are_tensors and all(key in known for key in in_keys):
             quick = self._quick(part, in_keys, arrays)

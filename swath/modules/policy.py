@@ -25,7 +25,7 @@ from swath.envs.base import EnvBase
 from swath.envs.rows import Rows
 from swath.errors import PolicyError, annotate
 from swath.keys import Key, as_path, is_private
-from swath.modules.plan import Plan, Planner, signature_of
+from swath.modules.plan import Planner, signature_of
 from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
 from swath.modules.stages import EchoStage, Filled, RandomStage, Stage
@@ -125,7 +125,7 @@ class PolicyRunner:
         self.delivered = [key for key in probe.visible if not is_private(key)]
         """What the batch holds of the outputs."""
         self._planner = Planner(probe, present, self.outputs, device, fast, opaque)
-        self._plan = Plan()
+        self._plan: list[Stage] = []
         self._signature: tuple[Any, ...] | None = None
         states = [read for read, _ in self.state]
         given = [key for key in self.outputs.tensors if key in present.tensors and key not in states]
@@ -151,11 +151,12 @@ class PolicyRunner:
             if signature != self._signature:
                 self._plan = self._planner.plan(self.policy)
                 self._signature = signature
-            self._active = self._plan.stages
+            self._active = self._plan
         for stage in self._active:
             stage.begin(steps, generator)
         self._runs = [stage.run for stage in self._active]
-        return [key for key in self.outputs.tensors if random or key not in self._plan.late]
+        late = {key for stage in self._active for key in stage.late}
+        return [key for key in self.outputs.tensors if key not in late]
 
     @property
     def stages(self) -> list[str]:
@@ -186,16 +187,12 @@ class PolicyRunner:
             annotate(error, f"Raised by the policy in steps {times.tolist()} of the lanes {lanes.tolist()} of a batch.")
             raise
 
-    def finish(self, columns: Mapping[Key, Tensor], steps: int | np.ndarray) -> None:
+    def finish(self, columns: Mapping[Key, Tensor], steps: int | Tensor) -> None:
         """Fill in the columns `[N, T, ...]` that were left for the end of the slot.
 
-        `steps` says how many steps are valid, in all lanes or in each of them. What lies behind is left alone.
+        `steps` says how many steps are valid in all lanes, or is a mask `[N, T]` of those that are. What else there is
+        is left alone.
         """
-        filled: Filled
-        if isinstance(steps, int):
-            filled = (slice(None), slice(steps))
-        else:
-            length = next(iter(columns.values())).shape[1]
-            filled = torch.arange(length) < torch.from_numpy(steps)[:, None]
+        filled: Filled = (slice(None), slice(steps)) if isinstance(steps, int) else steps
         for stage in self._active:
             stage.finish(columns, filled)

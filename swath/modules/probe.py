@@ -107,18 +107,7 @@ class Probe:
                 raise PolicyError(f"policy.state_shapes has {list(given)}, but not the recurrent state {absent}.")
             yield {key: tuple(given[key]) for key in missing}
             return
-        modules = list(self._policy.modules()) if isinstance(self._policy, nn.Module) else []
-        guesses: dict[tuple[int, ...], None] = {}
-        for module in modules:
-            if isinstance(module, nn.RNNCellBase):
-                guesses[(module.hidden_size,)] = None
-            elif isinstance(module, nn.RNNBase):
-                guesses[(module.num_layers, module.hidden_size)] = None
-                guesses[(module.hidden_size,)] = None
-        for module in modules:
-            if isinstance(module, nn.Linear):
-                guesses[(module.out_features,)] = None
-        for guess in [*guesses, (1,)]:
+        for guess in [*guessed_shapes(self._policy), (1,)]:
             yield dict.fromkeys(missing, guess)
 
     # -- the call ----------------------------------------------------------------------------------------------
@@ -193,6 +182,27 @@ class Probe:
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(*self._present.batch_size, *shape, dtype=dtype, device=self.place)
+
+
+def guessed_shapes(policy: Any) -> list[tuple[int, ...]]:
+    """Shapes that the state of `policy` may have: the sizes of its recurrent and linear layers.
+
+    What stands for a policy elsewhere, as the client of an InferenceServer, says them itself.
+    """
+    if (guesses := getattr(policy, "state_guesses", None)) is not None:
+        return list(guesses)
+    modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
+    found: dict[tuple[int, ...], None] = {}
+    for module in modules:
+        if isinstance(module, nn.RNNCellBase):
+            found[(module.hidden_size,)] = None
+        elif isinstance(module, nn.RNNBase):
+            found[(module.num_layers, module.hidden_size)] = None
+            found[(module.hidden_size,)] = None
+    for module in modules:
+        if isinstance(module, nn.Linear):
+            found[(module.out_features,)] = None
+    return list(found)
 
 
 def _keys_of(policy: Any, attribute: str) -> list[Key]:

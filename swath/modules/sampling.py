@@ -22,11 +22,11 @@ from torch import Tensor
 from torch import distributions as D
 
 from swath.keys import Key, as_key
-from swath.modules.stages import Filled, Plain
+from swath.modules.stages import Filled, Stage
 from swath.modules.tanh_normal import EDGE, TanhNormal, squashed_log_prob, unsquash
 
 
-class SamplingStage(Plain):
+class SamplingStage(Stage):
     """Writes an action for the parameters that other stages have written."""
 
     def __init__(self, module: ProbabilisticTensorDictModule, rows: dict[Key, np.ndarray], greedy: bool) -> None:
@@ -37,7 +37,8 @@ class SamplingStage(Plain):
         self._greedy = greedy
         self._noise: np.ndarray | None = None  # [T, N, ...]
         self._log_prob = as_key(module.log_prob_key) if module.return_log_prob else None
-        self.late = () if self._log_prob is None else (self._log_prob,)
+        if self._log_prob is not None:
+            self.late = (self._log_prob,)
 
     @property
     def fits(self) -> bool:

@@ -12,7 +12,6 @@ the order in which they are called, cannot keep that promise, nor those whose ro
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,33 +29,28 @@ Filled = tuple[slice, slice] | Tensor
 """Which steps `[N, T]` of a slot are valid, as an index for its columns: all lanes up to one step, or a mask."""
 
 
-class Stage(Protocol):
-    """One part of a policy."""
+class Stage:
+    """One part of a policy. Most have nothing to do before or after the steps, and nothing that is late."""
+
+    late: tuple[Key, ...] = ()
+    """Keys that no step writes: their columns are filled when the slot is complete."""
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Make ready for `steps` steps."""
 
     def run(self, t: int) -> None:
         """Do the work of step `t`, for all lanes."""
+        raise NotImplementedError
 
     def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
         """Do the work of step `times[i]` for lane `lanes[i]`, for all `i`; see NOTE [Some lanes]."""
+        raise NotImplementedError
 
     def finish(self, columns: Mapping[Key, Tensor], filled: Filled) -> None:
         """Fill the stage's late entries, given all columns `[N, T, ...]`, where they are valid."""
 
 
-class Plain:
-    """A stage with nothing to do before or after the steps."""
-
-    def begin(self, steps: int, generator: torch.Generator | None) -> None:
-        """Nothing to make ready."""
-
-    def finish(self, columns: Mapping[Key, Tensor], filled: Filled) -> None:
-        """Nothing is late."""
-
-
-class RandomStage(Plain):
+class RandomStage(Stage):
     """Actions drawn from the action space for a whole slot at once."""
 
     def __init__(self, codec: ActionCodec, outputs: Rows) -> None:
@@ -82,7 +76,7 @@ class RandomStage(Plain):
             target[lanes] = drawn[times, lanes].to(target.device)
 
 
-class EchoStage(Plain):
+class EchoStage(Stage):
     """What is present, as it is: for observations that a policy writes over, when it does not act."""
 
     def __init__(self, present: Rows, outputs: Rows, keys: Sequence[Key]) -> None:
@@ -101,7 +95,7 @@ class EchoStage(Plain):
             target[lanes] = source[lanes]
 
 
-class TorchStage(Plain):
+class TorchStage(Stage):
     """A module called directly on tensors: what a TensorDictModule holds, without the TensorDict around it.
 
     It is given copies: rows are written over in the next step, but a module may keep what it is given, or change it.
@@ -149,7 +143,7 @@ class TorchStage(Plain):
                 outputs.put(key, result, "The policy")
 
 
-class TensorDictStage(Plain):
+class TensorDictStage(Stage):
     """Whatever takes a TensorDict and returns one. The general way, and the slow one."""
 
     def __init__(

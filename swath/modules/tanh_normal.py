@@ -10,6 +10,8 @@ from torch import Tensor
 from torch import distributions as D
 from torch.nn.functional import softplus
 
+from swath.errors import NoMeanError
+
 EDGE = 1.0 - 1e-6
 """Squashed values keep this far from the ends of `[-1, 1]`: beyond, they could not be told apart any more."""
 
@@ -30,10 +32,6 @@ def squashed_log_prob(u: Tensor, loc: Tensor, scale: Tensor, low: Tensor, high: 
     normal = -0.5 * ((u - loc) / scale).square() - scale.log() - 0.5 * math.log(2 * math.pi)
     slope = 2.0 * (math.log(2.0) - u - softplus(-2.0 * u)) + ((high - low) / 2).log()
     return normal - slope
-
-
-class NoMeanError(NotImplementedError, AttributeError):
-    """There is no mean. torch raises the one, and what older versions of tensordict expect is the other."""
 
 
 class TanhNormal(D.Distribution):
@@ -89,20 +87,13 @@ class TanhNormal(D.Distribution):
 
     @property
     def deterministic_sample(self) -> Tensor:
-        """The squashed location, which is the median."""
+        """The squashed location."""
         value = squash(self.loc, self.low, self.high)
         self._sampled = (value, self.loc)
         return value
 
-    @property
-    def median(self) -> Tensor:
-        """The squashed location: squashing keeps the order."""
-        return self.deterministic_sample
-
-    @property
-    def mode(self) -> Tensor:
-        """The squashed location, as is customary; the exact mode has no closed form."""
-        return self.deterministic_sample
+    median = deterministic_sample  # squashing keeps the order
+    mode = deterministic_sample  # as is customary; the exact mode has no closed form
 
     @property
     def mean(self) -> Tensor:

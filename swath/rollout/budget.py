@@ -10,7 +10,6 @@ class FrameBudget:
     """
 
     def __init__(self, total: int, lanes: int) -> None:
-        """Begin with nothing collected."""
         self.total = total
         self.spent = 0
         self.lanes = lanes
@@ -26,11 +25,11 @@ class FrameBudget:
         """Whether nothing is left."""
         return not self.is_endless and self.spent >= self.total
 
-    def steps(self, wanted: int) -> int:
-        """How many of `wanted` steps of all lanes may still be made."""
+    def steps(self, wanted: int, lanes: int | None = None, begun: int = 0) -> int:
+        """How many of `wanted` steps, of all lanes or so many, may still be made; `begun` frames are under way."""
         if self.is_endless:
             return wanted
-        return min(wanted, max(0, -(-(self.total - self.spent) // self.lanes)))
+        return min(wanted, max(0, -(-(self.total - self.spent - begun) // (lanes or self.lanes))))
 
     def spend(self, frames: int) -> None:
         """Count `frames` as collected."""

@@ -8,6 +8,7 @@ from inspect import signature
 from typing import Any
 
 import numpy as np
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -23,7 +24,6 @@ class BufferWriter:
     """
 
     def __init__(self, buffer: Any, lanes: Iterable[int]) -> None:
-        """Write to `buffer`."""
         self.buffer = buffer
         self.stopping: Callable[[], bool] | None = None
         """Asked while the buffer makes us wait, in the background; elsewhere, waiting has an end."""
@@ -115,11 +115,9 @@ class BufferWriter:
         lanes = math.prod(self._lanes)
         if lanes == 1:
             return None
-        seams = np.zeros((lanes, steps), bool)
-        seams[:, 0] = True
-        if mask is not None and not bool(mask.all()):
-            seams = _first_of_lanes(mask.reshape(lanes, steps))
-        return seams.reshape(1, -1)
+        real = torch.ones((lanes, steps), dtype=torch.bool) if mask is None else mask.reshape(lanes, steps)
+        first = (real.cumsum(1) == 1) & real
+        return np.asarray(first[real].cpu().numpy())[None]
 
     def _extend(self, batch: TensorDictBase, seams: np.ndarray | None = None) -> None:
         """Give the buffer a batch as anybody would, and tell it what it may want to know."""
@@ -138,12 +136,6 @@ class BufferWriter:
             seams = np.zeros((math.prod(shape[:-1]), shape[-1]), bool) if seams is None else seams
             seams[:, 0], self._is_interrupted = True, False
         return seams
-
-
-def _first_of_lanes(mask: Tensor) -> np.ndarray:
-    """Which of the frames that `mask` `[N, T]` leaves is the first of its lane."""
-    first = (mask.cumsum(1) == 1) & mask
-    return np.asarray(first[mask].cpu().numpy())
 
 
 def is_buffer(value: Any) -> bool:

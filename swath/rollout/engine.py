@@ -7,6 +7,7 @@ delivery, and resumes exactly where the last slot ended.
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,15 +21,16 @@ from torch import nn
 
 from swath.data import ReplayBuffer
 from swath.data.episodes import Episodes
-from swath.envs import EnvBase, as_env
+from swath.envs import AsyncEnvPool, EnvBase, as_env
 from swath.errors import ClosedError, suggestion
-from swath.keys import POLICY_ID, STEP_COUNT, Key
-from swath.modules import RandomPolicy, as_policy
+from swath.keys import POLICY_ID, STEP_COUNT
+from swath.modules import PolicyClientModule, RandomPolicy, as_policy
+from swath.rollout.as_ready import AsReadyLoop
 from swath.rollout.buffer_writer import BufferWriter
 from swath.rollout.loop import Interruptor, LoopSettings, Receipt, RolloutLoop
 from swath.rollout.slots import Arena, Slot, batch_of
 from swath.runtime import compiler
-from swath.runtime.columns import Columns, Leaf
+from swath.runtime.columns import Columns
 from swath.runtime.paths import follow
 
 Hook = Callable[[TensorDictBase], Any]
@@ -38,27 +40,20 @@ Hook = Callable[[TensorDictBase], Any]
 class EngineSettings(LoopSettings):
     """What an engine needs to know beside its env and policy.
 
+    What has the name of an argument of collectors means the same. Beside these:
+
     Attributes:
-        reset_at_each_iter: begin new episodes with each batch.
-        pre_collect_hook: called before every rollout.
-        post_collect_hook: called with every batch as it was collected.
-        compile_policy: compile the policy; True, or arguments for `torch.compile`.
-        cudagraph_policy: run the policy as a CUDA graph; True, or arguments for `CudaGraphModule`.
         shares_policy: whether the policy that is given is trained elsewhere in this process: weights that come from
             elsewhere are then taken by a copy of it.
-        replay_buffer: where `write` writes.
-        extend_buffer: whether it does so once per batch, or after every step.
-        init_random_frames: act at random until so many frames are in the buffer.
         whole_episodes: write complete episodes only.
-        trajs_per_write: how many of them at a time; by default all that are complete.
         transform: what is done to a batch before it is written.
     """
 
     reset_at_each_iter: bool = False
     pre_collect_hook: Callable[[], Any] | None = None
     post_collect_hook: Hook | None = None
-    compile_policy: bool | Mapping[str, Any] = False
-    cudagraph_policy: bool | Mapping[str, Any] = False
+    compile_policy: bool | Mapping[str, Any] | None = None
+    cudagraph_policy: bool | Mapping[str, Any] | None = None
     shares_policy: bool = False
     replay_buffer: Any = None
     extend_buffer: bool = True
@@ -76,6 +71,10 @@ class Engine:
         policy: what acts.
         given_policy: what it was given; `policy` may be a copy of it.
         version: the number of the weights that it acts with.
+        leaves: shape and dtype of every column of a slot.
+        delivered: the keys of a batch, in order.
+        batch_size: of a batch, without time.
+        unit: the smallest number of frames that can be collected at a time.
     """
 
     def __init__(self, env: EnvBase, policy: Any, settings: EngineSettings) -> None:
@@ -87,9 +86,16 @@ class Engine:
         self.given_policy = policy if settings.opaque_policy and policy is not None else as_policy(policy, env)
         self.policy = self._placed(self.given_policy)
         with torch.inference_mode(False):  # rows and batches must be ordinary tensors
-            self._loop = RolloutLoop(env, self._as_called(self.policy), settings)
+            called = self._as_called(self.policy)
+            self._loop: RolloutLoop = (
+                AsReadyLoop(env, called, settings)
+                if isinstance(env, AsyncEnvPool)
+                else RolloutLoop(env, called, settings)
+            )
+        self.leaves, self.delivered = self._loop.leaves, self._loop.delivered
+        self.batch_size, self.unit = self._loop.batch_size, self._loop.unit
         self._writer = None if settings.replay_buffer is None else self._new_writer(settings.replay_buffer)
-        self._arena = Arena(self._private, env.batch_size)
+        self._arena = Arena(self._private, self.batch_size)
         """Slots of our own, for what is written to the buffer."""
         self._episodes = Episodes()
         self._is_fresh = True
@@ -159,7 +165,7 @@ class Engine:
         return policy
 
     def _new_writer(self, buffer: Any) -> BufferWriter:
-        writer = BufferWriter(buffer, self.env.batch_size)
+        writer = BufferWriter(buffer, self.batch_size)
         if self.settings.whole_episodes and not writer.is_flat:
             raise ValueError(
                 "trajs_per_batch writes whole episodes one after the other, for which a storage with lanes (ndim above "
@@ -167,25 +173,8 @@ class Engine:
             )
         return writer
 
-    # -- what batches look like --------------------------------------------------------------------------------
-
-    @property
-    def leaves(self) -> dict[Key, Leaf]:
-        """Shape and dtype of every column of a slot."""
-        return self._loop.leaves
-
-    @property
-    def delivered(self) -> list[Key]:
-        """The keys of a batch, in order."""
-        return self._loop.delivered
-
-    @property
-    def num_lanes(self) -> int:
-        """How many frames a step makes."""
-        return self.env.num_lanes
-
     def _private(self, steps: int) -> Columns:
-        return Columns(self.leaves, (self.num_lanes, steps), device=self.env.rows_device)
+        return Columns(self.leaves, (math.prod(self.batch_size), steps), device=self.env.rows_device)
 
     # -- collecting --------------------------------------------------------------------------------------------
 
@@ -238,21 +227,15 @@ class Engine:
         writer, settings = self._writer, self.settings
         if writer is None:
             raise RuntimeError("This collector has no replay buffer to fill; give it one in the constructor.")
-        begin = self._loop.steps
-        if settings.extend_buffer:
-            receipt = self._write_once(writer, steps)
-        else:
-            frames = 0
-            for step in range(steps):
-                receipt = self._write_once(writer, 1, begins=step == 0)
-                frames += receipt.frames
-                if self._loop.was_stopped:
-                    break
-            receipt = replace(receipt, begin=begin, steps=self._loop.steps - begin, frames=frames)
+        receipts: list[Receipt] = []
+        for count in [steps] if settings.extend_buffer else [1] * steps:
+            receipts.append(self._write_once(writer, count, begins=not receipts))
+            if self._loop.was_stopped:
+                break
         self._paused_at = perf_counter()
-        return receipt
+        return Receipt.over(receipts)
 
-    def _write_once(self, writer: BufferWriter, steps: int, begins: bool = True) -> Receipt:
+    def _write_once(self, writer: BufferWriter, steps: int, begins: bool) -> Receipt:
         settings, slot = self.settings, self._arena.acquire(steps)
         random = bool(settings.init_random_frames) and writer.frames_written < settings.init_random_frames
         receipt = self._fill(slot, random, begins)
@@ -266,7 +249,7 @@ class Engine:
         if not settings.whole_episodes:
             writer.write_batch(batch if settings.transform is None else settings.transform(batch))
             return receipt
-        self._episodes.add(batch, begin=receipt.begin)
+        self._episodes.add(batch, begin=receipt.begin, running=receipt.running)
         del batch  # its frames are copied: the slot may be used for the next
         at_a_time = settings.trajs_per_write or max(self._episodes.ready, 1)
         while self._episodes.ready >= at_a_time:
@@ -310,7 +293,7 @@ class Engine:
 
     def reset(self, lanes: Sequence[int] | None = None) -> None:
         """Begin new episodes with new ids: in all lanes, or in some."""
-        chosen = list(range(self.num_lanes)) if lanes is None else list(lanes)
+        chosen = list(range(self.env.num_lanes)) if lanes is None else list(lanes)
         if chosen:
             with self._loop.randomness.applied():
                 self._loop.lanes.restart(chosen)
@@ -342,6 +325,10 @@ class Engine:
             "pending_frames": self._episodes.pending_frames,
             "dropped_frames": self._episodes.dropped,
         }
+
+    def pace(self, reset: bool = False) -> dict[str, float]:
+        """For how many lanes the policy has acted at a time, where envs step at their own pace."""
+        return self._loop.pace(reset) if isinstance(self._loop, AsReadyLoop) else {}
 
     @property
     def policy_stages(self) -> list[str]:
@@ -424,7 +411,7 @@ def has_weights(model: Any) -> bool:
     """Whether `model` is a module that can be given weights: no function, and no wrapper of one."""
     if isinstance(model, TensorDictModule) and not isinstance(model.module, nn.Module):
         return False
-    return isinstance(model, nn.Module) and not isinstance(model, RandomPolicy)
+    return isinstance(model, nn.Module) and not isinstance(model, RandomPolicy | PolicyClientModule)
 
 
 def writer_number(replay_buffer: Any, worker: int | None) -> int:

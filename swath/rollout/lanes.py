@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from swath.envs.base import FLAG, EnvBase
-from swath.envs.rows import Leaf, Rows
+from swath.envs.rows import Index, Leaf, Rows, rows_of
 from swath.errors import UnsupportedEnvError
 from swath.keys import FLAGS, IS_INIT, MASK, STEP_COUNT, TERMINATED, TRUNCATED, Key
 from swath.rollout.stats import EpisodeMeter
@@ -62,14 +62,25 @@ class Lanes:
 
     def cut(self) -> bool:
         """Grow older by one step, and truncate the episodes that reach the limit. Return whether there are any."""
-        assert self.limit is not None
+        over = self.at_limit
+        assert over is not None
         self._ages += 1
-        over = self._ages >= self.limit
         if not over.any():
             return False
         truncated = self.out.tensors[TRUNCATED]
         truncated |= torch.from_numpy(over).view(truncated.shape).to(truncated.device)
         return True
+
+    @property
+    def at_limit(self) -> np.ndarray | None:
+        """Which lanes reach the limit with their next step; None if there is none."""
+        return None if self.limit is None else self._ages + 1 >= self.limit
+
+    def pass_by(self, rows: Index) -> None:
+        """Some lanes have stepped: grow older, and truncate what reaches the limit. See `cut`."""
+        if (over := self.at_limit) is not None:
+            self._ages[rows] += 1
+            self.out.arrays[TRUNCATED][rows, 0] |= over[rows]
 
     def go_on(self, finished: bool) -> float:
         """Carry on what goes from step to step, and begin a new episode where one has ended.
@@ -88,6 +99,18 @@ class Lanes:
             self._wake()
         return took
 
+    def go_on_with(self, lanes: np.ndarray) -> None:
+        """The same for some lanes, which have stepped."""
+        rows = rows_of(lanes)
+        for read, written in self._carried:
+            read.view(self.count, -1)[rows] = written.view(self.count, -1)[rows]
+        if IS_INIT in self.present.tensors:
+            self.present.tensors[IS_INIT].view(self.count, -1)[rows] = False
+        assert self._flags is not None
+        over = self._flags[0][rows] | self._flags[1][rows]
+        if over.any():
+            self._begin(lanes[over].tolist())
+
     def _ended(self) -> list[int]:
         if self._flags is None:
             ended = (self.out.tensors[TERMINATED] | self.out.tensors[TRUNCATED]).reshape(-1).cpu().numpy()
@@ -104,15 +127,23 @@ class Lanes:
 
     def restart(self, lanes: Sequence[int]) -> None:
         """Cut off the episodes of `lanes` and begin new ones, with new ids."""
-        self._begin(lanes)
-        self.ids.renew(lanes)
-        self.meter.forget(list(lanes))
+        self.env.reset_into(lanes, self.out)
+        self.have_restarted(lanes, lanes)
+
+    def have_restarted(self, lanes: Sequence[int], forgotten: Sequence[int]) -> None:
+        """The env has begun new episodes in `lanes`. Of the old ones in `forgotten`, nothing is left to be counted."""
+        self._have_begun(lanes)
+        self.ids.renew(forgotten)
+        self.meter.forget(list(forgotten))
 
     def _begin(self, lanes: Sequence[int]) -> None:
         self.env.reset_into(lanes, self.out)
+        self._have_begun(lanes)
+
+    def _have_begun(self, lanes: Sequence[int]) -> None:
         self.env.stepped_by = self
         if self.limit is not None:
-            self._ages[lanes] = 0
+            self._ages[list(lanes)] = 0
         self._set_init(lanes)
 
     def _set_init(self, lanes: Sequence[int]) -> None:

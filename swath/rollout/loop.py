@@ -1,9 +1,12 @@
-"""The rollout loop: the only one in the library. Every collector calls it, wherever it runs."""
+"""The rollout loop: every collector calls it, wherever it runs.
+
+All lanes step together here; `swath.rollout.as_ready` has the same loop for envs that step at their own pace.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
@@ -64,6 +67,14 @@ class LoopSettings:
     interruptor: Interruptor | None = None
     fast_policy: bool = True
     opaque_policy: bool = False
+    min_ready: int = 1
+    """Envs at their own pace: for how many to wait before the policy acts,"""
+    max_ready: int | None = None
+    """for how many it acts at most,"""
+    ready_timeout_s: float = 0.0
+    """and how long to wait after the first is ready;"""
+    stack_envs: bool = False
+    """whether each makes the same number of steps, however fast it is."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,14 @@ class Receipt:
     version: int
     begin: int
     """How many steps were made before: a slot that does not begin where another ended does not continue it."""
+    running: np.ndarray | None = None
+    """The ids of the trajectories that ran when it began, where they need not all have frames in it."""
+
+    @staticmethod
+    def over(receipts: Sequence[Receipt]) -> Receipt:
+        """Of slots that continue each other."""
+        steps, frames = sum(one.steps for one in receipts), sum(one.frames for one in receipts)
+        return Receipt(steps, frames, receipts[-1].version, receipts[0].begin)
 
 
 class RolloutLoop:
@@ -84,6 +103,10 @@ class RolloutLoop:
         """Reset the env and find out what `policy` (see `as_policy`) reads and writes, and so the layout of a slot."""
         self.env = env
         self.settings = settings
+        self.batch_size: tuple[int, ...] = tuple(env.batch_size)
+        """Of the batches, without time."""
+        self.unit = env.num_lanes
+        """The smallest number of frames that can be collected at a time."""
         self.version = 0
         """The version of the weights that the policy acts with."""
         self.steps = 0
@@ -164,12 +187,7 @@ class RolloutLoop:
         reads = [read for read, written in self.policy.state if written != read]
         extras = [key for key in (STEP_COUNT, IS_INIT) if key in lanes.present.tensors]
         self._seen: list[Key] = [key for key in (*observations, *extras, *reads) if key not in outputs.tensors]
-        self._told: list[Key] = [
-            *(() if settings.compact_obs else observations),
-            REWARD,
-            TERMINATED,
-            TRUNCATED,
-        ]
+        self._told: list[Key] = [*(() if settings.compact_obs else observations), REWARD, TERMINATED, TRUNCATED]
         self._idles = MASK in lanes.out.tensors
         leaves = {key: lanes.present.leaf(key) for key in self._seen}
         leaves.update({key: outputs.leaf(key) for key in outputs.tensors})
@@ -179,7 +197,7 @@ class RolloutLoop:
         if lanes.limit is not None:
             leaves[after(STEP_COUNT)] = leaves[STEP_COUNT]
         if settings.track_version:
-            leaves[POLICY_VERSION] = leaves[after(POLICY_VERSION)] = Leaf((), torch.int64)
+            leaves[after(POLICY_VERSION)] = leaves.setdefault(POLICY_VERSION, Leaf((), torch.int64))
         if settings.track_traj_ids:
             leaves[TRAJ_IDS] = Leaf((), torch.int64)
         if self._idles:
@@ -206,43 +224,84 @@ class RolloutLoop:
     def _complete(self, slot: Slot, steps: int) -> Receipt:
         """Write what follows from the steps: log-probs, done, ids, counts, versions; count and check."""
         tensors, settings = slot.tensors, self.settings
-        self.policy.finish(tensors, steps)
+        self.policy.finish(tensors, self._acted(steps))
         for key in FLAGS:  # a lane that has ended is restarted at once, so that no root is ever done
             tensors[key].zero_()
         done = torch.logical_or(tensors[after(TERMINATED)], tensors[after(TRUNCATED)], out=tensors[after(DONE)])
-        ended = done[:, :steps, 0].cpu().numpy().copy()
-        real = slot.array(MASK)[:, :steps] if self._idles else None
+        ended = self._by_lane(done[:, :steps, 0].cpu().numpy()).copy()
+        real = self._real(slot, steps)
         if settings.track_traj_ids:
-            ids = np.empty((slot.lanes, steps), np.int64)
+            ids = np.empty(ended.shape, np.int64)
             self.lanes.ids.assign(self._cut_off(ended, real), ids)
             if real is not None:
                 ids[~real] = PADDING_ID
-            tensors[TRAJ_IDS][:, :steps] = torch.from_numpy(ids).to(tensors[TRAJ_IDS].device)
+            tensors[TRAJ_IDS][:, :steps] = torch.from_numpy(self._in_slot(ids)).to(tensors[TRAJ_IDS].device)
         if STEP_COUNT in tensors:
             torch.add(tensors[STEP_COUNT], 1, out=tensors[after(STEP_COUNT)])
         if settings.track_version:
-            tensors[POLICY_VERSION].fill_(self.version)
-            tensors[after(POLICY_VERSION)].fill_(self.version)
+            self._stamp(tensors)
         if settings.set_truncated:
-            tensors[after(TRUNCATED)][:, steps - 1] |= ~tensors[after(TERMINATED)][:, steps - 1]
-            done[:, steps - 1] = True
+            last = self._last(steps)
+            tensors[after(TRUNCATED)][last] |= ~tensors[after(TERMINATED)][last]
+            done[last] = True
         return self._count(slot, steps, ended, real)
+
+    # A slot's rows are lanes here, and all of them have made the same steps. A loop in which that is not so lays its
+    # slots out in another way, which these tell of.
+
+    def _acted(self, steps: int) -> int | torch.Tensor:
+        """Which of the first `steps` steps the policy has made since `begin`: all, or a mask of the slot."""
+        return steps
+
+    def _by_lane(self, values: np.ndarray) -> np.ndarray:
+        """What lies in the first steps of a slot, by lane and time `[N, T]`."""
+        return values
+
+    def _in_slot(self, values: np.ndarray) -> np.ndarray:
+        """The reverse of `_by_lane`."""
+        return values
+
+    def _real(self, slot: Slot, steps: int) -> np.ndarray | None:
+        """Which places `[N, T]` are frames; None if all are."""
+        return slot.array(MASK)[:, :steps] if self._idles else None
+
+    def _broken(self) -> np.ndarray | None:
+        """After which frames `[N, T]` the env has lost what it was doing, and begun anew."""
+        return None
+
+    def _last(self, steps: int) -> tuple[Any, Any]:
+        """Where the last frame of each lane lies."""
+        return EVERY, steps - 1
+
+    def _stamp(self, tensors: dict[Key, torch.Tensor]) -> None:
+        """Write down which version has acted."""
+        if POLICY_VERSION not in self.policy.outputs.tensors:  # else it is said by an inference server's client
+            tensors[POLICY_VERSION].fill_(self.version)
+        tensors[after(POLICY_VERSION)].copy_(tensors[POLICY_VERSION])
 
     def _cut_off(self, ended: np.ndarray, real: np.ndarray | None) -> np.ndarray:
         """Where trajectories end for whoever reads the batch: with `set_truncated`, at the last step of it too."""
+        broken = self._broken()
+        cut = ended if broken is None else ended | broken
         if not self.settings.set_truncated:
-            return ended
-        cut = ended.copy()
-        cut[:, -1] |= True if real is None else real[:, -1]
+            return cut
+        cut = cut.copy()
+        if real is None:
+            cut[:, -1] = True
+        else:  # a lane may have ended before the others; one that is idle has no episode to cut off
+            has_any = real.any(1)
+            last = real.shape[1] - 1 - real[:, ::-1].argmax(1)
+            cut[has_any, last[has_any]] = True
         return cut
 
     def _count(self, slot: Slot, steps: int, ended: np.ndarray, real: np.ndarray | None) -> Receipt:
         stats = self.stats
         frames = ended.size if real is None else int(real.sum())
         stats.frames += frames
-        stats.idle_frames += ended.size - frames
+        stats.idle_frames += slot.lanes * steps - frames
         stats.batches += 1
-        self.lanes.meter.measure(slot.array(after(REWARD))[:, :steps, 0], ended, real, stats)
+        rewards = self._by_lane(slot.array(after(REWARD))[:, :steps, 0])
+        self.lanes.meter.measure(rewards, ended, real, stats, self._broken())
         self._warn_of_nan(slot, steps)
         self.steps += steps
         return Receipt(steps, frames, self.version, self.steps - steps)
@@ -255,7 +314,8 @@ class RolloutLoop:
             if key in self._warned or not _has_nan(column):
                 continue
             self._warned.add(key)
-            lane = int(torch.as_tensor(column).flatten(1).isnan().any(1).nonzero()[0, 0])
+            found = torch.as_tensor(column).reshape(*column.shape[:2], -1).isnan().any(-1).cpu().numpy()
+            lane = int(np.flatnonzero(self._by_lane(found).any(1))[0])
             warnings.warn(
                 f"The env of lane {lane} ({self.env!r}) produced NaN in {key!r}. It is delivered as it is, and this "
                 "is said only once; swath.envs.check_env(env) may tell more.",

@@ -59,10 +59,7 @@ class Randomness:
 
     def _swap(self, states: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
         cpu, cuda = states
-        before = (
-            torch.get_rng_state(),
-            None if self._cuda is None else torch.cuda.get_rng_state(self._cuda),
-        )
+        before = (torch.get_rng_state(), None if self._cuda is None else torch.cuda.get_rng_state(self._cuda))
         torch.set_rng_state(cpu)
         if self._cuda is not None and cuda is not None:
             torch.cuda.set_rng_state(cuda, self._cuda)

@@ -133,7 +133,6 @@ class Arena:
         self._free: list[Slot] = []
 
     def __len__(self) -> int:
-        """How many slots there are now."""
         return len(self._in_use) + len(self._free)
 
     def acquire(self, steps: int) -> Slot:

@@ -64,7 +64,6 @@ class EpisodeMeter:
     """Adds up returns and lengths of running episodes, over batches."""
 
     def __init__(self, lanes: int) -> None:
-        """All lanes begin at nothing."""
         self.returns = np.zeros(lanes)
         self.lengths = np.zeros(lanes, dtype=np.int64)
 
@@ -73,11 +72,19 @@ class EpisodeMeter:
         self.returns[lanes] = 0.0
         self.lengths[lanes] = 0
 
-    def measure(self, reward: np.ndarray, done: np.ndarray, real: np.ndarray | None, stats: RolloutStats) -> None:
-        """Count a slot `[N, T]`; `real` tells frames from idle places."""
+    def measure(
+        self,
+        reward: np.ndarray,
+        done: np.ndarray,
+        real: np.ndarray | None,
+        stats: RolloutStats,
+        broken: np.ndarray | None = None,
+    ) -> None:
+        """Count a slot `[N, T]`; `real` tells frames from idle places, and `broken` where episodes were lost."""
+        cut = done if broken is None else done | broken
         counted = np.ones(done.shape, dtype=bool) if real is None else real
         begins = np.ones(done.shape, dtype=bool)
-        begins[:, 1:] = done[:, :-1]
+        begins[:, 1:] = cut[:, :-1]
         starts = np.flatnonzero(begins)  # of pieces: parts of episodes that lie in this slot
         lane, step = np.divmod(starts, done.shape[1])
         returns = np.add.reduceat(np.where(counted, reward, 0).reshape(-1), starts, dtype=np.float64)
@@ -85,9 +92,9 @@ class EpisodeMeter:
         returns[step == 0] += self.returns
         lengths[step == 0] += self.lengths
         last = np.append(starts[1:], done.size) - 1
-        over = done.reshape(-1)[last]
+        over, runs = done.reshape(-1)[last], ~cut.reshape(-1)[last]
         self.returns[:], self.lengths[:] = 0.0, 0
-        self.returns[lane[~over]], self.lengths[lane[~over]] = returns[~over], lengths[~over]
+        self.returns[lane[runs]], self.lengths[lane[runs]] = returns[runs], lengths[runs]
         order = np.argsort(last[over] % done.shape[1], kind="stable")  # in which they ended, lanes in order
         stats.episodes += len(order)
         stats.returns.extend(returns[over][order].tolist())

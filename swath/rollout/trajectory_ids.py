@@ -13,7 +13,6 @@ class TrajectoryIds:
     """Gives every trajectory of every lane its number."""
 
     def __init__(self, lanes: int, worker: int = 0) -> None:
-        """Number the lanes' first trajectories."""
         self._worker = worker << WORKER_BITS
         self.count = lanes
         """How many ids were ever given out."""

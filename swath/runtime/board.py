@@ -31,7 +31,6 @@ class Board:
         self._stops = self._block.array((workers,), np.int64, workers * width * 8)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel as the block."""
         return Board, (self._workers, self._fields, self._block)
 
     def report(self, index: int) -> dict[str, float]:
@@ -73,7 +72,6 @@ class BoardRow:
     """A worker's own row."""
 
     def __init__(self, numbers: np.ndarray, stops: np.ndarray, fields: Sequence[str]) -> None:
-        """Write to `numbers`, and look at `stops`."""
         self._numbers, self._stops, self._fields = numbers, stops, fields
 
     def beat(self, ticket: int) -> bool:

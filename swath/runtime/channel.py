@@ -37,7 +37,6 @@ class Channel:
     """
 
     def __init__(self, end: socket.socket) -> None:
-        """Own `end`."""
         end.setblocking(False)
         self._socket = end
         self._unsent = b""
@@ -55,13 +54,8 @@ class Channel:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return Channel(ours), theirs
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether this end is closed."""
-        return self._socket.fileno() < 0
-
     def fileno(self) -> int:
-        """For `select` and `poll`."""
+        """For `select` and `poll`; -1 once this end is closed."""
         return self._socket.fileno()
 
     def send(self, message: Any, *, by_value: bool = False, timeout_s: float = SEND_S) -> None:
@@ -150,9 +144,7 @@ class Channel:
 
     def has_news(self) -> bool:
         """Whether something has come, which may be the end."""
-        if self._bytes:
-            return True
-        return bool(self._incoming.poll(0))
+        return bool(self._bytes) or bool(self._incoming.poll(0))
 
     @property
     def has_ended(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -25,7 +26,10 @@ Target = Callable[[Channel], None]
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a process should find as in the one that has started it, and what it should leave alone."""
+    """What a process should find as in the one that has started it, and what it should leave alone.
+
+    The first message to a worker. The next is what it is made for, which can only be read in its surroundings.
+    """
 
     environ: dict[str, str]
     directory: str
@@ -37,13 +41,6 @@ class Surroundings:
     """For torch."""
     warns_itself: bool = False
     """Whether it may show warnings; otherwise only what `Warned` brings to the parent is shown."""
-
-
-@dataclass(frozen=True)
-class Begin:
-    """The first message to a worker. The next is what it is made for, which can only be read in its surroundings."""
-
-    surroundings: Surroundings
 
 
 def die_with_parent(parent: int) -> None:
@@ -73,16 +70,13 @@ def run(end: socket.socket) -> None:
         sys.excepthook(*sys.exc_info())
     finally:
         for stream in (sys.stdout, sys.stderr):
-            try:
+            with contextlib.suppress(Exception):  # a closed pipe
                 stream.flush()
-            except Exception:  # a closed pipe
-                continue
         os._exit(code)
 
 
 def _run(channel: Channel) -> int:
-    begin: Begin = channel.receive()
-    _enter(begin.surroundings, channel)
+    _enter(channel.receive(), channel)
     try:
         target: Target = channel.receive()
     except BaseException as error:

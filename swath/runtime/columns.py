@@ -59,7 +59,7 @@ class Columns:
         self.leaves: dict[Key, Leaf] = dict(leaves)
         self.shape = tuple(shape)
         self.block, self._offset = block, offset
-        self._rows: tuple[int, int] | None = None
+        self._parts: dict[tuple[int, int], Columns] = {}
         with torch.inference_mode(False):  # ordinary tensors, in whichever mode the caller runs
             if block is None:
                 self.tensors = {
@@ -95,29 +95,26 @@ class Columns:
             self.tensors[key].copy_(value)
 
     def part(self, start: int, stop: int) -> Columns:
-        """Elements `start` to `stop` of the first dimension, over the same memory."""
-        part = object.__new__(type(self))
+        """Elements `start` to `stop` of the first dimension, over the same memory; the same object each time."""
+        if (start, stop) == (0, self.shape[0]):
+            return self
+        if (start, stop) in self._parts:
+            return self._parts[start, stop]
+        part = self._parts[start, stop] = object.__new__(type(self))
         part.leaves, part.shape = self.leaves, (stop - start, *self.shape[1:])
-        part.block, part._offset = self.block, self._offset
-        first = 0 if self._rows is None else self._rows[0]
-        part._rows = (first + start, self.shape[0] if self._rows is None else self._rows[1])
+        part.block, part._offset, part._parts = None, 0, {}
         part.tensors = {key: tensor[start:stop] for key, tensor in self.tensors.items()}
         return part
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel as a description of the memory, which the receiving process maps."""
         if self.block is None:
-            raise TypeError("Columns in private memory cannot be sent to another process.")
-        return _mapped, (self.leaves, self.shape, self.block, self._offset, self._rows)
+            raise TypeError("Columns in private memory, or that are a part of others, cannot be sent to a process.")
+        return _mapped, (self.leaves, self.shape, self.block, self._offset)
 
 
-def _mapped(
-    leaves: dict[Key, Leaf], shape: tuple[int, ...], block: Block, offset: int, rows: tuple[int, int] | None
-) -> Columns:
-    if rows is None:
-        return Columns(leaves, shape, block=block, offset=offset)
-    start, whole = rows
-    return Columns(leaves, (whole, *shape[1:]), block=block, offset=offset).part(start, start + shape[0])
+def _mapped(leaves: dict[Key, Leaf], shape: tuple[int, ...], block: Block, offset: int) -> Columns:
+    return Columns(leaves, shape, block=block, offset=offset)
 
 
 def offsets(leaves: Mapping[Any, Leaf], shape: Iterable[int], start: int = 0) -> dict[Key, int]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 _leaving: ContextVar[list[int] | None] = ContextVar("leaving", default=None)
-_arriving: ContextVar[list[int] | None] = ContextVar("arriving", default=None)
+_arriving: ContextVar[list[int]] = ContextVar("arriving")
 
 
 @contextmanager
@@ -25,7 +27,7 @@ def collected() -> Iterator[list[int]]:
 @contextmanager
 def handed_out(fds: list[int]) -> Iterator[None]:
     """A context in which what is unpickled claims its descriptors from `fds`; those that nobody claims are closed."""
-    left: list[int] = list(fds)
+    left = list(fds)
     token = _arriving.set(left)
     try:
         yield
@@ -36,18 +38,50 @@ def handed_out(fds: list[int]) -> Iterator[None]:
                 os.close(fd)
 
 
-def leaving() -> list[int] | None:
-    """Where to leave descriptors; None unless a message is being packed."""
-    return _leaving.get()
+class Descriptor:
+    """What lies behind a descriptor of the system, which it owns: `fd`, or -1. Travels through a channel."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def release(self) -> None:
+        """Close the descriptor. May be called again."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if not is_packing():
+            raise TypeError(f"{type(self).__name__} can only be sent through a Channel.")
+        return _arrived, (type(self), leave(self.fd))
+
+    def __del__(self) -> None:
+        """Close what was forgotten."""
+        with contextlib.suppress(Exception):
+            self.release()
 
 
-def claimed(place: int) -> int:
-    """The descriptor that was left at `place`, which is the caller's from now on."""
+def _arrived(kind: type[Descriptor], place: int) -> Descriptor:
+    made = kind.__new__(kind)
+    made.fd = claim(place)
+    return made
+
+
+def leave(fd: int) -> int:
+    """Let `fd`, which must stay open until then, go along with the message that is being packed; its place there."""
+    luggage = _leaving.get()
+    assert luggage is not None
+    luggage.append(fd)
+    return len(luggage) - 1
+
+
+def claim(place: int) -> int:
+    """The descriptor that came at this place of a message, which is the caller's from now on."""
     arriving = _arriving.get()
-    if arriving is None:
-        raise RuntimeError("A descriptor can only be claimed while a message of a channel is unpacked.")
-    fd = arriving[place]
-    if fd < 0:
-        raise RuntimeError("This descriptor was claimed already.")
-    arriving[place] = -1
+    fd, arriving[place] = arriving[place], -1
     return fd
+
+
+def is_packing() -> bool:
+    """Whether a message of a channel is being pickled."""
+    return _leaving.get() is not None

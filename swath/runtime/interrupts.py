@@ -20,7 +20,6 @@ class Undisturbed:
     """
 
     def __init__(self) -> None:
-        """Not entered yet."""
         self._before: Any = None
         self._since = 0.0
         self._held: tuple[int, FrameType | None] | None = None
@@ -34,7 +33,6 @@ class Undisturbed:
             self._before(number, frame)
 
     def __enter__(self) -> None:
-        """Hold back interrupts."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._held = None

@@ -9,14 +9,17 @@ UNKNOWN = 0
 """The birth of a process where the system does not tell."""
 
 
+def state_of(pid: int) -> list[str]:
+    """What the system tells of a process behind its name: first how it is, as a letter."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def birth_of(pid: int) -> int | None:
     """When the process `pid` began, in the system's own ticks; None if there is none, or it has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = state_of(pid)
     except FileNotFoundError:
-        if Path("/proc/self/stat").exists():
-            return None
-        return UNKNOWN if _answers(pid) else None
+        return None if Path("/proc/self/stat").exists() else UNKNOWN
     except OSError:  # it ended while we read
         return None
     state, started = fields[0], int(fields[19])
@@ -31,13 +34,3 @@ def own_birth() -> int:
 def is_alive(pid: int, birth: int) -> bool:
     """Whether the process `pid` that began at `birth` still runs (or is stopped, but not dead)."""
     return birth_of(pid) == birth
-
-
-def _answers(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

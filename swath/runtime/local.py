@@ -3,10 +3,11 @@
 For one process, and for `debug=True`: the same sessions as everywhere, one after the other, where a debugger can look.
 """
 
+# ruff: noqa: D102 - what the methods of carriers and links do is told in `swath.runtime.carrier`
+
 from __future__ import annotations
 
 import os
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -26,16 +27,13 @@ class LocalLink:
     is_local = True
 
     def __init__(self, board: Board, index: int) -> None:
-        """Begin with nothing sent."""
         self._row = board.row(index)
         self.beat, self.is_interrupted = self._row.beat, self._row.is_interrupted
         self.reported: Mapping[str, float] | Callable[[], Mapping[str, float]] = {}
         self.to_worker: deque[Message] = deque()
         self.to_pool: deque[News] = deque()
-        self._parts: weakref.WeakKeyDictionary[Columns, dict[int, Columns]] = weakref.WeakKeyDictionary()
 
     def send(self, news: News) -> None:
-        """Send to the pool."""
         self.to_pool.append(news)
 
     def report(self, numbers: Mapping[str, float] | Callable[[], Mapping[str, float]]) -> None:
@@ -44,28 +42,19 @@ class LocalLink:
         self._row.report({})
 
     def has_news(self) -> bool:
-        """Whether a message has come."""
         return bool(self.to_worker)
 
     def receive(self, *, wait: bool) -> list[Message]:
-        """Messages that have come."""
         messages = list(self.to_worker)
         self.to_worker.clear()
         return messages
 
     def memory(self, place: Place) -> Columns:
         """The worker's rows of the memory; the memory itself, if they are all of it."""
-        whole = place.memory
-        assert whole is not None
-        if place.rows == whole.shape[0]:
-            return whole
-        parts = self._parts.setdefault(whole, {})
-        if place.first_row not in parts:
-            parts[place.first_row] = whole.part(place.first_row, place.first_row + place.rows)
-        return parts[place.first_row]
+        assert place.memory is not None
+        return place.memory.part(place.first_row, place.first_row + place.rows)
 
     def finish(self, order: Order, receipt: object) -> None:
-        """Say that an order is done."""
         self.to_pool.append(Finished(order.ticket, receipt))
 
 
@@ -84,7 +73,6 @@ class LocalCarrier:
         self._sessions: dict[int, Session] = {}
 
     def start(self, index: int, task: Task) -> None:
-        """Begin a session."""
         self.stop(index)
         self._board.clear(index)
         link = self._links[index] = LocalLink(self._board, index)
@@ -92,14 +80,12 @@ class LocalCarrier:
         self.workers = sorted({*self.workers, index})
 
     def stop(self, index: int, timeout_s: float = 0.0) -> None:
-        """End a session."""
         session = self._sessions.pop(index, None)
         if session is not None:
             self.workers = [worker for worker in self.workers if worker != index]
             session.job.stop()
 
     def shutdown(self, timeout_s: float | None = None) -> None:
-        """End all sessions."""
         for index in list(self._sessions):
             self.stop(index)
 
@@ -113,12 +99,10 @@ class LocalCarrier:
     def wait(self, timeout_s: float) -> bool:
         """Let each worker do the first thing that it was sent."""
         for session in list(self._sessions.values()):
-            if session.has_work:
-                session.step(wait=False)
+            session.step(wait=False)
         return True
 
     def receive(self) -> list[tuple[int, News]]:
-        """What has come of it."""
         news: list[tuple[int, News]] = []
         for index, link in self._links.items():
             while link.to_pool:
@@ -126,7 +110,6 @@ class LocalCarrier:
         return news
 
     def report(self, index: int) -> dict[str, float]:
-        """The last numbers that the worker has reported."""
         found = self._board.report(index)
         if index in self._links:
             reported = self._links[index].reported
@@ -135,7 +118,6 @@ class LocalCarrier:
         return found
 
     def alive(self) -> list[int]:
-        """All of them."""
         return list(self.workers)
 
     def is_stopped(self, index: int) -> bool:
@@ -146,18 +128,14 @@ class LocalCarrier:
         """Not without this process: a step that hangs here is waited for."""
 
     def pid(self, index: int) -> int:
-        """This process."""
         return os.getpid()
 
     def lease(self, leaves: Mapping[Key, Leaf], shape: Sequence[int], device: torch.device | None) -> Columns:
-        """Memory of this process."""
         return Columns(leaves, shape, device=device)
 
     def open_snapshots(self, contents: SnapshotContents) -> SnapshotStore:
-        """Snapshots in memory of this process."""
         return Snapshots(contents, private=True)
 
     def subscribe(self, index: int, topic: Topic, snapshots: SnapshotStore) -> None:
-        """Hand them to the worker."""
         assert isinstance(snapshots, Snapshots)
         self.send(index, Subscribe(topic, snapshots))

@@ -77,19 +77,15 @@ class ProcessLock:
         self._threads.release()
 
     def __enter__(self) -> None:
-        """Take the lock."""
         self.acquire()
 
     def __exit__(self, *exc: object) -> None:
-        """Give it back."""
         self.release()
 
     def __reduce__(self) -> tuple[type[ProcessLock], tuple[Block]]:
-        """Travel as the block."""
         return ProcessLock, (self._block,)
 
     def __del__(self) -> None:
-        """Close our description."""
         if getattr(self, "_owner", None) == os.getpid():
             os.close(self._fd)
 

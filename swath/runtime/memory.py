@@ -8,7 +8,6 @@ workers, or through the sockets of `multiprocessing` to processes that it has st
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
 import mmap
@@ -20,19 +19,19 @@ from typing import Any
 
 import numpy as np
 
-from swath.runtime import descriptors
+from swath.runtime.descriptors import Descriptor, is_packing
 
 PAGE = mmap.PAGESIZE
 LINE = 64
 
 
-class Block:
-    """A piece of memory behind a descriptor, which may be made larger once."""
+class Block(Descriptor):
+    """A piece of memory behind a descriptor, which may be made larger once.
 
-    def __init__(self, fd: int) -> None:
-        """Own `fd`."""
-        self.fd = fd
-        self._map: _Mapping | np.ndarray | None = None
+    Once the descriptor is released, the block can no longer be sent, or grow. Arrays over its memory stay valid.
+    """
+
+    _map: _Mapping | np.ndarray | None = None
 
     @property
     def size(self) -> int:
@@ -56,24 +55,8 @@ class Block:
         found: np.ndarray = memory[offset : offset + count * dtype.itemsize].view(dtype).reshape(shape)
         return found
 
-    def release(self) -> None:
-        """Close the descriptor: the block can no longer be sent, or grow. Arrays over its memory stay valid."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel as a descriptor."""
-        luggage = descriptors.leaving()
-        if luggage is not None:
-            luggage.append(self.fd)
-            return _arrived, (len(luggage) - 1,)
-        return _rebuilt, (reduction.DupFd(self.fd),)
-
-    def __del__(self) -> None:
-        """Close the descriptor; the memory lives on where it is mapped."""
-        with contextlib.suppress(Exception):
-            self.release()
+        return super().__reduce__() if is_packing() else (_rebuilt, (reduction.DupFd(self.fd),))
 
 
 class _Mapping:
@@ -112,7 +95,6 @@ class MemoryBlock(Block):
     """A block in memory."""
 
     def __init__(self, size: int = 0) -> None:
-        """Make one of `size` bytes."""
         if not hasattr(os, "memfd_create"):
             raise RuntimeError(
                 "Memory that processes share without leaving names behind needs memfd_create, which this system has "
@@ -126,12 +108,10 @@ class PrivateBlock(Block):
     """A block of this process alone, with no descriptor behind it: what threads share."""
 
     def __init__(self, size: int) -> None:
-        """Make one of `size` bytes, zero at first."""
         super().__init__(-1)
         self._map = np.zeros(size, np.uint8)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Not to be sent."""
         raise TypeError("Private memory cannot be sent to another process.")
 
 
@@ -152,10 +132,6 @@ class FileBlock(Block):
 
 def _rebuilt(handle: Any) -> Block:
     return Block(handle.detach())
-
-
-def _arrived(place: int) -> Block:
-    return Block(descriptors.claimed(place))
 
 
 def line_aligned(offset: int) -> int:

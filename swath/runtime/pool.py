@@ -70,13 +70,10 @@ class Work:
     place: Place | None = None
     ticket: int = 0
     receipt: object = None
+    is_over: bool = False
+    """Whether nothing more is to be waited for."""
     is_lost: bool = False
     """Whether its worker was dropped before it was done."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more is to be waited for."""
-        return self.is_lost or self.receipt is not None
 
 
 class Owner(Protocol):
@@ -111,17 +108,13 @@ class Pool(Generic[W]):
         *,
         doing: Callable[[int], str] | None = None,
         is_busy: Callable[[int], bool] | None = None,
+        pulse: Callable[[int], int] | None = None,
     ) -> None:
         """Begin without workers.
 
-        Args:
-            carrier: starts them, and carries what is sent.
-            workers: how many there are to be.
-            owner: says what they are for.
-            supervision: what to do when one fails.
-            name: the owner's, for messages.
-            doing: what a worker does, in words, where that is not work of the pool.
-            is_busy: whether a worker should make progress, beside doing work or answering questions.
+        There are to be so many, which `carrier` starts for what `owner` says; `name` is the owner's, for messages.
+        Where workers have more to do than work of the pool, `doing` tells what one does, in words, `is_busy` whether it
+        should make progress, and `pulse` gives a number that changes as long as it does.
         """
         self.carrier = carrier
         self.name = name
@@ -139,7 +132,7 @@ class Pool(Generic[W]):
         """Of the last work that each worker was given."""
         self._size = workers
         self._owner = owner
-        self._doing, self._is_busy = doing, is_busy
+        self._doing, self._is_busy, self._heartbeat = doing, is_busy, pulse or carrier.heartbeat
         self._restarted: dict[int, int] = {}
         self._dropped: set[int] = set()
         self._outstanding: dict[int, deque[W]] = {index: deque() for index in range(workers)}
@@ -210,11 +203,8 @@ class Pool(Generic[W]):
     ) -> dict[int, object]:
         """What workers answer to their requests, by index; without those that were dropped meanwhile.
 
-        Args:
-            requests: by worker.
-            what: what is asked for, for messages.
-            discards_work: whether work that waits is forgotten before.
-            timeout_s: how long all answers together may take.
+        All answers together may take `timeout_s`. `what` says in messages what is asked for; `discards_work` tells
+        whether work that waits is forgotten before.
         """
         asked: dict[int, int] = {}
         deadline = time.monotonic() + timeout_s
@@ -222,7 +212,7 @@ class Pool(Generic[W]):
             for index, request in requests.items():
                 question = Question(next(self._numbers), request, discards_work)
                 if discards_work:
-                    self._outstanding[index].clear()
+                    self._outstanding[index] = deque()  # another thread may be looking at the former
                 asked[question.number] = index
                 self._asked[question.number] = (index, question)
                 if index in self._dropped:
@@ -234,26 +224,13 @@ class Pool(Generic[W]):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"Workers {late} of {self.name} have not answered in time: {what}.")
                 self.attend(LOOK_S)
-            found = {number: self._answers.get(number) for number in asked}
+            # A worker that was dropped has not answered.
+            answers = {index: self._answers[number] for number, index in asked.items() if number in self._answers}
         finally:  # also if it was interrupted: nobody will ask for these answers again
             for number in asked:
                 self._asked.pop(number, None)
                 self._answers.pop(number, None)
-        return self._values(asked, found, what)
-
-    def _values(self, asked: Mapping[int, int], found: Mapping[int, Answer | None], what: str) -> dict[int, object]:
-        values: dict[int, object] = {}
-        for number, index in asked.items():
-            answer = found[number]
-            if answer is None:  # of a worker that was dropped
-                continue
-            if isinstance(answer.failure, Failure):
-                raise answer.failure.error(f"Raised in worker {index} by {what}.")
-            if answer.failure is not None:
-                raise answer.failure
-            value = answer.value
-            values[index] = cloudpickle.loads(value.data) if isinstance(value, Packed) else value
-        return values
+        return {index: _value(answer, f"Raised in worker {index} by {what}.") for index, answer in answers.items()}
 
     # -- attending ---------------------------------------------------------------------------------------------
 
@@ -303,12 +280,12 @@ class Pool(Generic[W]):
                 case Failed():
                     self._forget_news(index)
                     place = f"Raised in worker {index} (pid {self.carrier.pid(index)}) of {self.name}"
-                    self._fail(index, news.failure.error(f"{place} while {news.doing}."))
+                    self.fail(index, news.failure.error(f"{place} while {news.doing}."))
                 case Ended():
                     self._forget_news(index)
                     cause = self._killed.pop(index, "")
                     pid, doing = self.carrier.pid(index), self._activity(index)
-                    self._fail(index, WorkerDiedError("Worker", index, pid, news.exitcode, doing, cause))
+                    self.fail(index, WorkerDiedError("Worker", index, pid, news.exitcode, doing, cause))
 
     def _forget_news(self, index: int) -> None:
         """Nothing more is to be had of a worker that has ended; another may replace it."""
@@ -325,7 +302,7 @@ class Pool(Generic[W]):
         works = self._outstanding[index]
         if works and works[0].ticket == news.ticket:  # otherwise it was forgotten meanwhile
             work = works.popleft()
-            work.receipt = news.receipt
+            work.receipt, work.is_over = news.receipt, True
             self.finished.append(work)
         else:
             self.unclaimed.append(news.receipt)
@@ -342,7 +319,7 @@ class Pool(Generic[W]):
             is_ready = index in self.started
             is_busy = bool(self._outstanding[index]) or index in asked or not is_ready
             is_busy = is_busy or (self._is_busy is not None and self._is_busy(index))
-            beats = self.carrier.heartbeat(index)
+            beats = self._heartbeat(index)
             last, since = self._pulse.get(index, (-1, now))
             if not is_busy or beats != last:
                 self._pulse[index] = (beats, now)
@@ -353,14 +330,10 @@ class Pool(Generic[W]):
             if is_busy and limit is not None and now - self._pulse[index][1] > limit and index not in self._killed:
                 self._killed[index] = f"It had made no step for stall_timeout_s={limit:g} seconds."
                 self.carrier.kill(index)  # its end will be seen to as any other
-            if not is_ready and now - self._started_at[index] > self.supervision.start_timeout_s:
-                self._fail(
-                    index,
-                    TimeoutError(
-                        f"Worker {index} of {self.name} has not made its env and policy within start_timeout_s="
-                        f"{self.supervision.start_timeout_s:.0f} s."
-                    ),
-                )
+            start_s = self.supervision.start_timeout_s
+            if not is_ready and now - self._started_at[index] > start_s:
+                late = f"Worker {index} of {self.name} has not made its env and policy within start_timeout_s="
+                self.fail(index, TimeoutError(f"{late}{start_s:.0f} s."))
 
     def _warn_of_stall(self, index: int, seconds: float) -> None:
         waiting = "a step or a call takes long" if index in self.started else "it is making its env and policy"
@@ -378,8 +351,8 @@ class Pool(Generic[W]):
 
     # -- failures ----------------------------------------------------------------------------------------------
 
-    def _fail(self, index: int, error: BaseException) -> None:
-        """Raise `error`, or mend what it has broken."""
+    def fail(self, index: int, error: BaseException) -> None:
+        """A worker is of no use any more: raise `error`, or mend what it has broken."""
         policy, count = self.supervision.on_failure, self._restarted.get(index, 0)
         was_ready = index in self.started or count > 0
         self.started.pop(index, None)
@@ -419,10 +392,17 @@ class Pool(Generic[W]):
             if asked == index:
                 self._asked.pop(number, None)
         for work in self._outstanding[index]:
-            work.is_lost = True
+            work.is_over = work.is_lost = True
         self._outstanding[index].clear()
         warnings.warn(
             f"Worker {index} of {self.name} is dropped, {len(self.indices)} are left: {type(error).__name__}: {error}",
             WorkerRestartedWarning,
             stacklevel=5,
         )
+
+
+def _value(answer: Answer, place: str) -> object:
+    """What was answered; raises what was raised, at that place."""
+    if answer.failure is not None:
+        raise answer.failure.error(place) if isinstance(answer.failure, Failure) else answer.failure
+    return cloudpickle.loads(answer.value.data) if isinstance(answer.value, Packed) else answer.value

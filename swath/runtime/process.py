@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import multiprocessing
 import os
-import select
 import signal
 import socket
 import struct
@@ -23,13 +22,14 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
-from pathlib import Path
+from multiprocessing import connection
 from typing import Any
 
 from swath.errors import ChannelClosedError
 from swath.runtime import server as server_module
 from swath.runtime.channel import Channel, pack
-from swath.runtime.child import Begin, Surroundings, Target, run
+from swath.runtime.child import Surroundings, Target, die_with_parent, run
+from swath.runtime.liveness import state_of
 
 METHODS = ("forkserver", "spawn", "fork")
 PRELOADED = ("swath.collectors",)
@@ -41,10 +41,9 @@ ASK, TERMINATE = 0.6, 0.8
 
 
 class Process:
-    """A worker process, seen from the one that has started it."""
+    """A worker process, seen from the one that has started it. When it ends, its `sentinel` becomes readable."""
 
     def __init__(self, pid: int, channel: Channel, sentinel: int, *, is_own_child: bool) -> None:
-        """Watch `pid`, which ends with its `sentinel` readable."""
         self.pid = pid
         self.channel = channel
         self.sentinel = sentinel
@@ -64,7 +63,7 @@ class Process:
     def is_stopped(self) -> bool:
         """Whether the system says that it was stopped, as by SIGSTOP or a debugger."""
         try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
+            return state_of(self.pid)[0] in "tT"
         except (OSError, IndexError):
             return False
 
@@ -72,9 +71,7 @@ class Process:
         """Whether it has ended, within `timeout_s`; then `exitcode` tells how."""
         if self._has_ended or os.getpid() != self._owner:
             return True
-        poll = select.poll()
-        poll.register(self.sentinel, select.POLLIN)
-        if not poll.poll(max(0.0, timeout_s) * 1000):
+        if not connection.wait([self.sentinel], timeout_s):
             return False
         with self._asking:
             if not self._has_ended:  # another thread may have asked too
@@ -95,10 +92,8 @@ class Process:
     def signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
         if self.is_alive:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
-            except ProcessLookupError:
-                return
 
 
 def start(target: Target, method: str = "forkserver", threads: int = 1, warns_itself: bool = False) -> Process:
@@ -112,11 +107,9 @@ def start(target: Target, method: str = "forkserver", threads: int = 1, warns_it
     surroundings = Surroundings(
         dict(os.environ), _here(), list(sys.path), list(sys.argv), authkey, threads, warns_itself
     )
-    try:
-        process.channel.send(Begin(surroundings))
+    with contextlib.suppress(ChannelClosedError):  # whoever waits for its answer will see that it has ended
+        process.channel.send(surroundings)
         process.channel.send_packed(packed)
-    except ChannelClosedError:  # whoever waits for its answer will see that it has ended
-        pass
     return process
 
 
@@ -140,12 +133,12 @@ def _served(channel: Channel, end: socket.socket, method: str) -> Process:
 
 
 def _pid(sentinel: int) -> int:
-    poll = select.poll()
-    poll.register(sentinel, select.POLLIN)
-    told = os.read(sentinel, server_module.STATUS.size) if poll.poll(START_S * 1000) else b""
+    told = os.read(sentinel, server_module.STATUS.size) if connection.wait([sentinel], START_S) else b""
     if len(told) < server_module.STATUS.size:
         os.close(sentinel)
-        raise RuntimeError("The server that starts worker processes has ended or does not answer.")
+        raise RuntimeError(
+            "The server that starts worker processes has ended, or does not answer: what it wrote to stderr tells why."
+        )
     pid = int(server_module.STATUS.unpack(told)[0])
     if pid < 0:
         os.close(sentinel)
@@ -160,8 +153,6 @@ def _forked(channel: Channel, end: socket.socket) -> Process:
     pid = os.fork()
     if not pid:
         try:
-            from swath.runtime.child import die_with_parent
-
             if is_main:  # the system watches the thread that forks; others may end before the process does
                 die_with_parent(parent)
             run(end)
@@ -177,9 +168,6 @@ class _Server:
     def __init__(self, preloaded: Iterable[str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._control, self._owner = ours, os.getpid()
-        self._is_ready = False
-        self._asking = threading.Lock()
-        """One thread at a time: whoever waits for the answer of another would wait for ever."""
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from swath.runtime.server import main; "
             f"main({theirs.fileno()}, {list(preloaded)!r})"
@@ -198,33 +186,20 @@ class _Server:
         return self._owner == os.getpid() and self._popen.poll() is None and self._control.fileno() >= 0
 
     def request(self, kind: bytes, fds: list[int]) -> None:
+        """Ask for a worker; the pipe for its status, among `fds`, tells whether the server has answered."""
         streams = [_stream(1), _stream(2)]
-        try:
-            with self._asking:
-                self._await_ready()
-                socket.send_fds(self._control, [kind], [*fds, *streams])
-        finally:
-            for fd in streams:
-                os.close(fd)
-
-    def _await_ready(self) -> None:
-        if self._is_ready:
-            return
-        poll = select.poll()
-        poll.register(self._control, select.POLLIN)
-        if not poll.poll(START_S * 1000) or not self._control.recv(1):
-            raise RuntimeError(
-                "The server that starts worker processes could not start: what it wrote to stderr tells why."
-            )
-        self._is_ready = True
+        with contextlib.suppress(BrokenPipeError):
+            socket.send_fds(self._control, [kind], [*fds, *streams])
+        for fd in streams:
+            os.close(fd)
 
     def end(self) -> None:
         """Let it see that nobody is there any more."""
-        self._control.close()
+        self.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(1.0)
 
-    def close_in_child(self) -> None:
+    def close(self) -> None:
         self._control.close()
 
 
@@ -254,10 +229,8 @@ def end_all(processes: Iterable[Process], goodbye: Any, timeout_s: float) -> Non
     begun = time.monotonic()
     try:
         for process in alive:
-            try:
+            with contextlib.suppress(OSError, struct.error):  # it has ended, or takes no messages
                 process.channel.send(goodbye, timeout_s=0.0)
-            except (ChannelClosedError, TimeoutError, OSError, struct.error):
-                continue
         alive = _remaining(alive, begun + ASK * timeout_s, unless_stopped=True)
         for process in alive:
             process.signal(signal.SIGTERM)
@@ -276,10 +249,7 @@ def _remaining(processes: list[Process], deadline: float, unless_stopped: bool =
     while alive and (left := deadline - time.monotonic()) > 0:
         if unless_stopped and all(process.is_stopped for process in alive):
             break
-        poll = select.poll()
-        for process in alive:
-            poll.register(process.sentinel, select.POLLIN)
-        poll.poll(min(left, 0.25) * 1000)
+        connection.wait([process.sentinel for process in alive], min(left, 0.25))
         alive = [process for process in alive if process.is_alive]
     return alive
 
@@ -290,7 +260,7 @@ _processes: weakref.WeakSet[Process] = weakref.WeakSet()
 def _forget_in_child() -> None:
     """A forked child has no part in its parent's workers."""
     for server in _servers.values():
-        server.close_in_child()
+        server.close()
     _servers.clear()
 
 

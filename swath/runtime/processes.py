@@ -4,6 +4,8 @@ Messages go through channels; batches and snapshots lie in memory that both side
 all. What a worker makes progress with is seen on a board in shared memory.
 """
 
+# ruff: noqa: D102 - what the methods of carriers and links do is told in `swath.runtime.carrier`
+
 from __future__ import annotations
 
 import contextlib
@@ -19,18 +21,7 @@ import torch
 from swath.errors import ChannelClosedError
 from swath.keys import Key
 from swath.runtime.board import Board
-from swath.runtime.carrier import (
-    Ended,
-    Finished,
-    Message,
-    News,
-    Order,
-    Place,
-    Stop,
-    Subscribe,
-    Task,
-    Topic,
-)
+from swath.runtime.carrier import Ended, Finished, Message, News, Order, Place, Stop, Subscribe, Task, Topic
 from swath.runtime.channel import Channel
 from swath.runtime.columns import Columns, Leaf
 from swath.runtime.interrupts import Undisturbed
@@ -63,14 +54,10 @@ class ProcessCarrier:
         threads: int = 1,
         warns: bool = False,
     ) -> None:
-        """Begin without workers.
+        """Begin without workers: there will be so many at most, and they report `fields`.
 
-        Args:
-            workers: how many there will be at most.
-            fields: what they report.
-            method: how they are started: "forkserver", "spawn" or "fork".
-            threads: for torch in each of them.
-            warns: whether they may show all warnings, not only those of this library.
+        They are started by a `method` of `process.METHODS`, with so many `threads` for torch in each; `warns` if they
+        may show all warnings, not only those of this library.
         """
         self._processes: dict[int, Process] = {}
         """Replaced, never changed: other threads may be looking."""
@@ -80,8 +67,8 @@ class ProcessCarrier:
         self._method, self._threads, self._warns = method, threads, warns
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
-        self._memory: weakref.WeakValueDictionary[int, Columns] = weakref.WeakValueDictionary()
         self._numbers: weakref.WeakKeyDictionary[Columns, int] = weakref.WeakKeyDictionary()
+        """Of all memory that was leased and is still used."""
         self._leased = 0
         self._known: dict[int, set[int]] = {}
         """The numbers of memory that each worker has been sent."""
@@ -92,11 +79,9 @@ class ProcessCarrier:
 
     @property
     def workers(self) -> list[int]:
-        """The indices of workers that were started and not stopped."""
         return list(self._processes)
 
     def start(self, index: int, task: Task) -> None:
-        """Start a worker, in the place of a former one of that index."""
         if (former := self._processes.get(index)) is not None:
             self._release(index)
             end_all([former], Stop(), 0.0)
@@ -109,7 +94,6 @@ class ProcessCarrier:
             self._by_fd[fd] = index
 
     def stop(self, index: int, timeout_s: float = 0.0) -> None:
-        """Stop a worker and forget it."""
         process = self._processes.get(index)
         if process is not None:
             self._processes = {key: other for key, other in self._processes.items() if key != index}
@@ -133,7 +117,6 @@ class ProcessCarrier:
         self._board.release()
 
     def send(self, index: int, message: Message) -> None:
-        """Send to a worker. One that has ended gets nothing."""
         process = self._processes.get(index)
         if process is None:
             return
@@ -148,7 +131,6 @@ class ProcessCarrier:
         self._poll.register(fd, select.POLLIN)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for messages, and for the ends of processes."""
         return bool(self._poll.poll(max(0.0, timeout_s) * 1000))
 
     def receive(self) -> list[tuple[int, News]]:
@@ -176,20 +158,16 @@ class ProcessCarrier:
     # -- the processes ---------------------------------------------------------------------------------------------
 
     def alive(self) -> list[int]:
-        """The indices of workers that have not ended."""
         # A channel ends with its process at once; the server's word on how it ended comes a little later.
         return [index for index, one in self._processes.items() if not one.channel.has_ended and one.is_alive]
 
     def is_stopped(self, index: int) -> bool:
-        """Whether the worker was stopped, as by SIGSTOP or a debugger."""
         return self._processes[index].is_stopped
 
     def kill(self, index: int) -> None:
-        """End a worker at once."""
         self._processes[index].signal(9)
 
     def pid(self, index: int) -> int:
-        """The id of the worker's process."""
         return self._processes[index].pid
 
     # -- data and weights ----------------------------------------------------------------------------------------
@@ -198,7 +176,6 @@ class ProcessCarrier:
         """Shared memory, which workers write to themselves; always the CPU's."""
         memory = Columns.shared(leaves, shape)
         self._leased += 1
-        self._memory[self._leased] = memory
         self._numbers[memory] = self._leased
         return memory
 
@@ -206,19 +183,16 @@ class ProcessCarrier:
         """A place as a worker is told of it: with the memory itself only the first time."""
         assert place.memory is not None
         number, known = self._numbers[place.memory], self._known[index]
-        forget = tuple(known - set(self._memory)) if len(known) > len(self._memory) else ()
+        forget = tuple(known - set(self._numbers.values())) if len(known) > len(self._numbers) else ()
         known.difference_update(forget)
-        if number in known:
-            return replace(place, memory=None, number=number, forget=forget)
+        memory = None if number in known else place.memory
         known.add(number)
-        return replace(place, number=number, forget=forget)
+        return replace(place, memory=memory, number=number, forget=forget)
 
     def open_snapshots(self, contents: SnapshotContents) -> SnapshotStore:
-        """Snapshots in shared memory."""
         return Snapshots(contents)
 
     def subscribe(self, index: int, topic: Topic, snapshots: SnapshotStore) -> None:
-        """Let a worker map them."""
         assert isinstance(snapshots, Snapshots)
         self.send(index, Subscribe(topic, snapshots))
 
@@ -232,7 +206,6 @@ class WorkerProcess:
     board: Board
 
     def __call__(self, channel: Channel) -> None:
-        """Work until it is stopped."""
         Session(self.task, ProcessLink(channel, self.board, self.index)).run()
 
 
@@ -242,12 +215,10 @@ class ProcessLink:
     is_local = False
 
     def __init__(self, channel: Channel, board: Board, index: int) -> None:
-        """Speak through `channel`, and write to a row of `board`."""
         self._channel = channel
         self._row = board.row(index)
         self._listened_at = perf_counter()
         self._memory: dict[int, Columns] = {}
-        self._parts: dict[tuple[int, int, int], Columns] = {}
         self.is_interrupted = self._row.is_interrupted
         self.report = self._row.report
         self.has_news = channel.has_news
@@ -257,7 +228,6 @@ class ProcessLink:
         return self._channel.fileno()
 
     def send(self, news: News) -> None:
-        """Send to the pool."""
         self._channel.send(news)
 
     def receive(self, *, wait: bool) -> list[Message]:
@@ -269,28 +239,21 @@ class ProcessLink:
         return messages
 
     def _note(self, place: Place) -> None:
-        if place.forget:
-            self._memory = {number: m for number, m in self._memory.items() if number not in place.forget}
-            self._parts = {where: part for where, part in self._parts.items() if where[0] in self._memory}
+        for number in place.forget:
+            self._memory.pop(number, None)
         if place.memory is not None:
             self._memory[place.number] = place.memory
             assert place.memory.block is not None
             place.memory.block.release()
 
     def memory(self, place: Place) -> Columns:
-        """The worker's rows of the memory."""
-        where = (place.number, place.first_row, place.rows)
-        if where not in self._parts:
-            whole = self._memory[place.number]
-            self._parts[where] = whole.part(place.first_row, place.first_row + place.rows)
-        return self._parts[where]
+        return self._memory[place.number].part(place.first_row, place.first_row + place.rows)
 
     def finish(self, order: Order, receipt: object) -> None:
         """Say that an order is done: the pool sees what was written."""
         self._channel.send(Finished(order.ticket, receipt))
 
     def beat(self, ticket: int) -> bool:
-        """Count a step; whether the order is to end here."""
         if perf_counter() - self._listened_at > LISTEN_S:
             self._channel.take_in()
             self._listened_at = perf_counter()

@@ -35,17 +35,15 @@ sleep.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import select
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
-from swath.runtime import descriptors
+from swath.runtime.descriptors import Descriptor
 from swath.runtime.memory import Block, MemoryBlock
 
 SPIN_S = 100e-6
@@ -63,12 +61,12 @@ LAST, RUNG = 0, 1
 """Words that all share: the last round that everybody has finished, and whether the last one was begun by the gong."""
 
 
-class Event:
-    """A counter of the system (eventfd) that one process raises and another waits for. Travels as a descriptor."""
+class Event(Descriptor):
+    """A counter of the system (eventfd) that one process raises and another waits for."""
 
     def __init__(self, *, by_ones: bool = False) -> None:
         """Begin at zero; `by_ones` if each `lower` shall take away one instead of all."""
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK | (os.EFD_SEMAPHORE if by_ones else 0))
+        super().__init__(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK | (os.EFD_SEMAPHORE if by_ones else 0)))
 
     def lift(self, by: int = 1) -> None:
         """Add to the counter: whoever waits is woken."""
@@ -82,30 +80,9 @@ class Event:
             return False
         return True
 
-    def close(self) -> None:
-        """Close the descriptor. May be called again."""
-        if self.fd >= 0:
-            fd, self.fd = self.fd, -1
-            os.close(fd)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Travel through a channel."""
-        luggage = descriptors.leaving()
-        if luggage is None:
-            raise TypeError("An Event can only be sent through a Channel.")
-        luggage.append(self.fd)
-        return _arrived, (len(luggage) - 1,)
-
-    def __del__(self) -> None:
-        """Close what was forgotten."""
-        with contextlib.suppress(Exception):
-            self.close()
-
-
-def _arrived(place: int) -> Event:
-    event = Event.__new__(Event)
-    event.fd = descriptors.claimed(place)
-    return event
+Events = tuple[Event, Event, tuple[Event, Event], Event]
+"""What a member is given: home, left, the two gongs and its bell."""
 
 
 def _words(block: Block) -> memoryview:
@@ -121,19 +98,16 @@ class Rounds:
     """The leader's side; see NOTE [Rounds]."""
 
     def __init__(self, members: int) -> None:
-        """Begin with none."""
         self._spins = KEEPS_ORDER
         self._members_spin = KEEPS_ORDER and members < len(os.sched_getaffinity(0))
         block = MemoryBlock(8 * _of(members))
         self._block: Block | None = block
         self._words = _words(block)
-        self._events = {name: Event() for name in ("home", "gong 0", "gong 1")}
-        self._events["left"] = Event(by_ones=True)
+        self._home, self._left, self._gongs = Event(), Event(by_ones=True), (Event(), Event())
         self._bells = [Event() for _ in range(members)]
-        self._gongs = (self._events["gong 0"], self._events["gong 1"])
-        self._left, self._home = self._events["left"], self._events["home"]
         self._all = range(members)
-        self._called: Sequence[int] = ()
+        self.called: Sequence[int] = ()
+        """The members of the round that was begun last."""
         self._gong = 0
         self._begun: tuple[int, Sequence[int], bool, int] | None = None
         """While a round is begun: its number, whom it calls, and how."""
@@ -145,7 +119,8 @@ class Rounds:
     def member(self, index: int) -> Member:
         """What the member `index` needs; it is sent to another process."""
         assert self._block is not None, "there are no rounds any more"
-        return Member(index, self._block, self._bells[index], self._events, self._members_spin)
+        events = (self._home, self._left, self._gongs, self._bells[index])
+        return Member(index, self._block, events, self._members_spin)
 
     def fileno(self) -> int:
         """For `poll`: readable when a round has ended."""
@@ -166,7 +141,7 @@ class Rounds:
         """Tell those who are called. To tell them again does no harm."""
         assert self._begun is not None
         number, called, is_for_all, gong = self._begun
-        self.number, self._called = number, called
+        self.number, self.called = number, called
         words = self._words
         for member in called:
             words[LINE * (2 + member)] = number
@@ -206,21 +181,16 @@ class Rounds:
     def outcomes(self) -> list[int]:
         """What each of those that were called has told of its part of the round that is over, in order."""
         words = self._words
-        return [words[LINE * (2 + member) + OUTCOME] for member in self._called]
-
-    @property
-    def called(self) -> Sequence[int]:
-        """The members of the round that was begun last."""
-        return self._called
+        return [words[LINE * (2 + member) + OUTCOME] for member in self.called]
 
     def late(self) -> list[int]:
         """Those that have not finished."""
-        return [member for member in self._called if self._words[_of(member) + FINISHED] != self.number]
+        return [member for member in self.called if self._words[_of(member) + FINISHED] != self.number]
 
     def close(self) -> None:
         """Close all events, and let the memory go. May be called again; there are no rounds any more."""
-        for event in (*self._events.values(), *self._bells):
-            event.close()
+        for event in (self._home, self._left, *self._gongs, *self._bells):
+            event.release()
         self._words = self.orders = memoryview(b"")
         self._block = None
 
@@ -228,19 +198,18 @@ class Rounds:
 class Member:
     """A member's side; see NOTE [Rounds]."""
 
-    def __init__(self, index: int, block: Block, bell: Event, events: dict[str, Event], spins: bool) -> None:
-        """Keep what the other process will need."""
-        self.index, self._block, self._bell, self._events, self._spins = index, block, bell, events, spins
+    def __init__(self, index: int, block: Block, events: Events, spins: bool) -> None:
+        self.index, self._block, self._spins = index, block, spins
+        self._home, self._left, self._gongs, self._bell = events
 
     def attend(self, other: int) -> None:
         """Be ready to wait, for a round or for something to read from the descriptor `other`."""
         self._words, self._base = _words(self._block), _of(self.index)
         self.orders = self._words[LINE : LINE + ORDERS]
-        self._left, self._home, self._other = self._events["left"], self._events["home"], other
-        self._polls = []
-        for name in ("gong 1", "gong 0"):  # in the order in which they are used
+        self._other, self._polls = other, []
+        for gong in reversed(self._gongs):  # in the order in which they are used
             poll = select.poll()
-            for fd in (self._events[name].fd, self._bell.fd, other):
+            for fd in (gong.fd, self._bell.fd, other):
                 poll.register(fd, select.POLLIN)
             self._polls.append(poll)
         self._gong = 0

@@ -12,7 +12,6 @@ a long step. A worker that ends is reaped by the server, which tells how it ende
 
 from __future__ import annotations
 
-import array
 import contextlib
 import importlib
 import os
@@ -54,24 +53,18 @@ class _Forker:
         self._wakes = wakes
 
     def serve(self) -> None:
-        self._control.sendall(b"r")  # ready
         while True:
             ready, _, _ = select.select([self._control.fileno(), self._woken], [], [])
             if self._woken in ready:
-                self._drain()
+                with contextlib.suppress(BlockingIOError):
+                    while os.read(self._woken, 512):
+                        pass
             self._reap()
             if self._control.fileno() in ready:
-                request, fds = _received(self._control)
+                request, fds, _, _ = socket.recv_fds(self._control, 1, FDS, socket.MSG_CMSG_CLOEXEC)
                 if not request:
                     os._exit(0)
                 self._start(request, fds)
-
-    def _drain(self) -> None:
-        try:
-            while os.read(self._woken, 512):
-                pass
-        except BlockingIOError:
-            return
 
     def _reap(self) -> None:
         while self._children:
@@ -82,7 +75,9 @@ class _Forker:
             if not pid:
                 return
             if pid in self._children:
-                _tell(self._children.pop(pid), os.waitstatus_to_exitcode(status), last=True)
+                pipe = self._children.pop(pid)
+                _tell(pipe, os.waitstatus_to_exitcode(status))
+                os.close(pipe)
 
     def _start(self, request: bytes, fds: list[int]) -> None:
         channel, status, out, err = fds
@@ -90,21 +85,18 @@ class _Forker:
         try:
             pid = os.fork()
         except OSError as error:
-            _tell(status, -(error.errno or 1), last=True)
-            for fd in (channel, out, err):
-                os.close(fd)
-            return
-        if pid:
+            pid = -(error.errno or 1)
+        if not pid:
+            try:
+                os.close(status)  # ours alone: it must end with us, whoever is forked from a worker
+                self._become_worker(request, channel, (out, err), server)
+            finally:
+                os._exit(1)
+        _tell(status, pid)
+        if pid > 0:
             self._children[pid] = status
-            _tell(status, pid)
-            for fd in (channel, out, err):
-                os.close(fd)
-            return
-        try:
-            os.close(status)  # ours alone: it must end with us, whoever is forked from a worker
-            self._become_worker(request, channel, (out, err), server)
-        finally:
-            os._exit(1)
+        for fd in (channel, out, err, *([status] if pid < 0 else [])):
+            os.close(fd)
 
     def _become_worker(self, request: bytes, channel: int, streams: tuple[int, int], server: int) -> None:
         signal.set_wakeup_fd(-1)
@@ -125,21 +117,9 @@ class _Forker:
         run(socket.socket(fileno=channel))
 
 
-def _received(control: socket.socket) -> tuple[bytes, list[int]]:
-    """A request of one byte, and its descriptors."""
-    fds = array.array("i")
-    space = socket.CMSG_SPACE(FDS * fds.itemsize)
-    request, ancillary, _, _ = control.recvmsg(1, space, socket.MSG_CMSG_CLOEXEC)
-    for _, _, data in ancillary:
-        fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    return request, list(fds)
-
-
-def _tell(pipe: int, value: int, *, last: bool = False) -> None:
+def _tell(pipe: int, value: int) -> None:
     with contextlib.suppress(OSError):  # nobody wants to know
         os.write(pipe, STATUS.pack(value))
-    if last:
-        os.close(pipe)
 
 
 def _preload(names: list[str]) -> None:

@@ -11,19 +11,7 @@ from collections import deque
 from typing import NoReturn
 
 from swath.errors import ChannelClosedError
-from swath.runtime.carrier import (
-    Answer,
-    Failed,
-    Link,
-    Message,
-    Order,
-    Packed,
-    Question,
-    Started,
-    Stop,
-    Subscribe,
-    Task,
-)
+from swath.runtime.carrier import Answer, Failed, Link, Message, Order, Packed, Question, Started, Stop, Subscribe, Task
 from swath.runtime.channel import pack
 from swath.runtime.faults import Failure
 
@@ -32,7 +20,6 @@ class Session:
     """A worker at work."""
 
     def __init__(self, task: Task, link: Link) -> None:
-        """Make the job and say so."""
         self._link = link
         self._control: deque[Message] = deque()
         self._orders: deque[Order] = deque()
@@ -53,8 +40,6 @@ class Session:
         """Do the next thing, if there is one or with `wait` when there is; whether more may come."""
         try:
             message = self._next(wait)
-        except ChannelClosedError:
-            raise
         except Exception as error:  # what the parent can import, a worker may not
             self._fail(error, "reading a message")
         return message is None or self._do(message)
@@ -74,34 +59,28 @@ class Session:
 
     def answer_questions(self) -> None:
         """See to all questions that have come, and to no order: an order may be under way."""
-        self._sort(self._link.receive(wait=False))
-        while self._control:
+        while self._has_questions():
             self._do(self._control.popleft())
 
     def _next(self, wait: bool) -> Message | None:
-        while True:
-            if self._link.has_news():
-                self._sort(self._link.receive(wait=False))
-            if self._control:
-                return self._control.popleft()
-            if self._orders:
-                return self._orders.popleft()
+        while not self._has_questions() and not self._orders:
             if not wait:
                 return None
             self.job.idle()
-            self._sort(self._link.receive(wait=True))
+            self._take_in(wait=True)
+        return self._control.popleft() if self._control else self._orders.popleft()
 
-    def _sort(self, messages: list[Message]) -> None:
-        for message in messages:
+    def _has_questions(self) -> bool:
+        if self._link.has_news():
+            self._take_in(wait=False)
+        return bool(self._control)
+
+    def _take_in(self, wait: bool) -> None:
+        for message in self._link.receive(wait=wait):
             if isinstance(message, Order):
                 self._orders.append(message)
             else:
                 self._control.append(message)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether there is something to do."""
-        return bool(self._control or self._orders or self._link.has_news())
 
     def _work(self, order: Order) -> None:
         try:
@@ -109,11 +88,6 @@ class Session:
         except BaseException as error:
             self._fail(error, "collecting")
         self._link.finish(order, receipt)
-
-    def _has_questions(self) -> bool:
-        if self._link.has_news():
-            self._sort(self._link.receive(wait=False))
-        return bool(self._control)
 
     def _answer(self, question: Question) -> None:
         if question.discards_work:

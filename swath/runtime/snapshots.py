@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swath.errors import DoesNotFitError
 from swath.runtime.columns import Columns, Leaf, nbytes
 from swath.runtime.memory import Block, MemoryBlock, PrivateBlock, page_aligned
 
@@ -33,15 +34,6 @@ EXTRA_ROOM = 4096
 
 Values = Mapping[str, Any]
 """Tensors, and extra values that can be pickled, by name."""
-
-
-class DoesNotFitError(ValueError):
-    """The extra values have outgrown their room: a larger store is needed."""
-
-    def __init__(self, needed: int) -> None:
-        """Say how many bytes they take."""
-        super().__init__(f"The extra values take {needed} bytes.")
-        self.needed = needed
 
 
 @dataclass(frozen=True)
@@ -92,16 +84,13 @@ class Snapshots:
                 memory.fill(0)  # so that the first updates need not wait for pages
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel as the block."""
         return type(self), (self.contents, self._block)
 
     @property
-    def version(self) -> int:
-        """The newest version; -1 before the first."""
+    def version(self) -> int:  # noqa: D102 - see `SnapshotStore`
         return int(self._head[STAMPS + self._head[NEWEST]])
 
-    def publish(self, values: Values, version: int) -> None:
-        """Make `values`, by their names, the newest; those that are not given stay as they are."""
+    def publish(self, values: Values, version: int) -> None:  # noqa: D102 - see `SnapshotStore`
         tensors = self.contents.tensors
         last = int(self._head[NEWEST])
         target = (last + 1) % COPIES
@@ -129,8 +118,7 @@ class Snapshots:
         self._head[STAMPS + target] = version
         self._head[NEWEST] = target
 
-    def snapshot(self) -> dict[str, Any]:
-        """The newest values, copied."""
+    def snapshot(self) -> dict[str, Any]:  # noqa: D102 - see `SnapshotStore`
         taken: dict[str, Any] = {}
 
         def copy(values: Values) -> None:

@@ -72,7 +72,6 @@ class CountingGymEnv(gym.Env[Any, Any]):
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - gymnasium declares it so
 
     def __init__(self, lane: int = 0, lengths: Lengths = 5, kind: str = "vector", truncate: bool = False) -> None:
-        """Count from episode 0."""
         self.lane, self.lengths, self.kind, self.truncate = lane, lengths, kind, truncate
         self.episode, self.count = -1, 0
         self.is_closed = False
@@ -114,17 +113,12 @@ def counting_envs(lanes: int, **options: Any) -> list[Callable[[], CountingGymEn
 class CountingVectorEnv(VectorEnv[Any, Any, Any]):
     """The counting env as a vector env that resets finished lanes in the next step, and in no other way.
 
-    Args:
-        num_envs: the lanes, numbered in order.
-        lengths: how long the episodes are.
-        kind: as for `CountingGymEnv`.
-        truncate: whether episodes are truncated rather than terminated.
+    Its lanes are numbered in order; other arguments are those of `CountingGymEnv`.
     """
 
     metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 - gymnasium declares it so
 
     def __init__(self, num_envs: int, lengths: Lengths = 5, kind: str = "vector", truncate: bool = False) -> None:
-        """Count from episode 0 in all lanes."""
         self.num_envs, self.lengths, self.kind, self.truncate = num_envs, lengths, kind, truncate
         self.single_observation_space, self.single_action_space = counting_space(kind), gs.Discrete(2)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
@@ -144,10 +138,9 @@ class CountingVectorEnv(VectorEnv[Any, Any, Any]):
         """Count one step in each lane, or begin its next episode if the last step ended one."""
         self._count_up()
         lengths = [length_of(self.lengths, lane, int(self._episode[lane])) for lane in range(self.num_envs)]
-        self._ended = self._count >= lengths
-        never = np.zeros(self.num_envs, dtype=bool)
-        flags = (never, self._ended) if self.truncate else (self._ended, never)
-        return self._observe(), self._count.astype(np.float64), flags[0].copy(), flags[1].copy(), {}
+        ended = self._ended = self._count >= lengths
+        reward = self._count.astype(np.float64)
+        return self._observe(), reward, ended & (not self.truncate), ended & self.truncate, {}
 
     def _count_up(self) -> None:
         self._count = np.where(self._ended, 0, self._count + 1)
@@ -160,21 +153,12 @@ class CountingVectorEnv(VectorEnv[Any, Any, Any]):
 class CountingEnv(EnvBase):
     """The counting env as a custom env of any batch size, written with `_reset` and `_step`.
 
-    Args:
-        batch_size: the lanes, numbered in order from `first_lane`.
-        lengths: how long the episodes are.
-        kind: as for `CountingGymEnv`.
-        truncate: whether episodes are truncated rather than terminated.
+    Its lanes are numbered in order from `first_lane`; other arguments are those of `CountingGymEnv`.
     """
 
     def __init__(
-        self,
-        batch_size: Sequence[int] = (),
-        lengths: Lengths = 5,
-        truncate: bool = False,
-        kind: str = "vector",
+        self, batch_size: Sequence[int] = (), lengths: Lengths = 5, truncate: bool = False, kind: str = "vector"
     ) -> None:
-        """Count from episode 0 in all lanes."""
         super().__init__(counting_space(kind), gs.Discrete(2), batch_size=batch_size)
         self.lengths, self.kind, self.truncate = lengths, kind, truncate
         self._episode = torch.full((self.num_lanes,), -1)
@@ -194,7 +178,7 @@ class CountingEnv(EnvBase):
 
     def _reset(self, tensordict: TensorDictBase) -> TensorDictBase:
         mask = tensordict.get(RESET, None)
-        chosen = torch.ones(self.num_lanes, dtype=torch.bool) if mask is None else mask.reshape(-1)
+        chosen = slice(None) if mask is None else mask.reshape(-1)
         self._episode[chosen] += 1
         self._count[chosen] = 0
         return TensorDict(self._observe(), batch_size=self.batch_size)
@@ -203,13 +187,6 @@ class CountingEnv(EnvBase):
         self._count += 1
         lengths = [length_of(self.lengths, lane, int(n)) for lane, n in zip(self._lanes, self._episode, strict=True)]
         over = (self._count >= torch.tensor(lengths)).view(*self.batch_size, 1)
-        never = torch.zeros_like(over)
-        return TensorDict(
-            {
-                **self._observe(),
-                REWARD: self._count.float().view(*self.batch_size, 1),
-                TERMINATED: never if self.truncate else over,
-                TRUNCATED: over if self.truncate else never,
-            },
-            batch_size=self.batch_size,
-        )
+        flags = {TERMINATED: over & (not self.truncate), TRUNCATED: over & self.truncate}
+        reward = self._count.float().view(*self.batch_size, 1)
+        return TensorDict({**self._observe(), REWARD: reward, **flags}, batch_size=self.batch_size)

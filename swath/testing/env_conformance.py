@@ -149,10 +149,7 @@ class EnvConformance:
 
 
 def _recorded(
-    env: EnvBase,
-    drawn: dict[Key, torch.Tensor],
-    turns: list[list[int]],
-    step: Callable[[list[int], Rows, Rows], bool],
+    env: EnvBase, drawn: dict[Key, torch.Tensor], turns: list[list[int]], step: Callable[[list[int], Rows, Rows], bool]
 ) -> list[list[Any]]:
     """What was written by lane, in its steps and resets, if lanes take turns with their own next actions of `drawn`."""
     out, action = env.new_out_rows(), Rows(env.actions.leaves, env.batch_size)

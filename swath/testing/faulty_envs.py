@@ -18,12 +18,10 @@ class FaultyError(RuntimeError):
     """What a `FaultyGymEnv` raises; its arguments are not a plain message, as those of many errors are not."""
 
     def __init__(self, lane: int, step: int) -> None:
-        """Remember where it happened."""
         super().__init__(lane, step)
         self.lane, self.step = lane, step
 
     def __str__(self) -> str:
-        """A message that tests can look for."""
         return f"the env of lane {self.lane} fails at step {self.step}, as it was told"
 
 
@@ -42,7 +40,6 @@ class FaultyGymEnv(CountingGymEnv):
     def __init__(
         self, fault: str = "raise", at: int = 3, where: str = "step", seconds: float = 3600.0, **options: Any
     ) -> None:
-        """Behave until the time has come."""
         if fault not in FAULTS:
             raise ValueError(f"fault must be one of {FAULTS}, got {fault!r}.")
         super().__init__(**options)

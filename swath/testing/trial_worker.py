@@ -1,5 +1,7 @@
 """A worker for trials of carriers: what it does can be checked from outside."""
 
+# ruff: noqa: D102 - what the methods of tasks and jobs do is told in `swath.runtime.carrier`
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -30,7 +32,6 @@ class TrialTask:
     fails: bool = False
 
     def begin(self, link: Link) -> TrialJob:
-        """Make the job, or fail."""
         if self.fails:
             raise LookupError("it cannot be made")
         return TrialJob(self.name, link)
@@ -40,13 +41,11 @@ class TrialJob:
     """Counts, fills and tells."""
 
     def __init__(self, name: str, link: Link) -> None:
-        """Begin with nothing done."""
         self._name, self._link = name, link
         self._done: list[int] = []
         self._snapshots: Snapshots | None = None
 
     def describe(self) -> object:
-        """Its name."""
         return self._name
 
     def work(self, order: Order, has_questions: Callable[[], bool]) -> object:
@@ -81,7 +80,6 @@ class TrialJob:
         """Do nothing."""
 
     def subscribe(self, topic: Topic, snapshots: Snapshots) -> None:
-        """Take weights from there."""
         self._snapshots = snapshots
 
     def stop(self) -> None:

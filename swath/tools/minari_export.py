@@ -22,6 +22,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from swath.data.stored_episodes import flags_of
+from swath.envs import EnvBase, GymEnv
 from swath.errors import ClosedError, ShapeError, UnsupportedEnvError, UnsupportedSpaceError, suggestion
 from swath.keys import ACTION, OBSERVATION, PIXELS, REWARD, Key, after, as_key, as_path, nest
 
@@ -39,7 +40,7 @@ def write_minari(
     *,
     observation_space: gs.Space[Any] | None = None,
     action_space: gs.Space[Any] | None = None,
-    track: Iterable[Any] = (),
+    track: Iterable[Any] | None = None,
     episodes_per_write: int = 100,
     **metadata: Any,
 ) -> Any:
@@ -90,16 +91,15 @@ class MinariWriter:
         *,
         observation_space: gs.Space[Any] | None = None,
         action_space: gs.Space[Any] | None = None,
-        track: Iterable[Any] = (),
+        track: Iterable[Any] | None = None,
         episodes_per_write: int = 100,
         **metadata: Any,
     ) -> None:
-        """Check the arguments."""
         if episodes_per_write < 1:
             raise ValueError(f"episodes_per_write must be at least 1, got {episodes_per_write}.")
         self._minari = _import_minari(metadata.get("data_format"))
         self._observed, self._acted = _spaces_of(env, observation_space, action_space)
-        self._tracked = [as_key(key) for key in ([track] if isinstance(track, str) else track)]
+        self._tracked = [as_key(key) for key in ([track] if isinstance(track, str) else track or ())]
         if self._tracked and metadata.get("data_format") not in (None, "hdf5"):
             raise ValueError(
                 f"track={self._tracked} needs data_format='hdf5', got {metadata['data_format']!r}: other formats hold "
@@ -309,22 +309,6 @@ class _Described(gym.Env[Any, Any]):
 
 
 @runtime_checkable
-class _HasSpaces(Protocol):
-    """Envs of swath and of gymnasium."""
-
-    observation_space: gs.Space[Any]
-    action_space: gs.Space[Any]
-
-
-@runtime_checkable
-class _OverGym(Protocol):
-    """swath's `GymEnv`."""
-
-    gym_envs: list[gym.Env[Any, Any]] | None
-    vector_env: Any
-
-
-@runtime_checkable
 class _OfEnvs(Protocol):
     """Several envs in one: swath's `SerialEnv`, and gymnasium's `SyncVectorEnv`."""
 
@@ -337,7 +321,7 @@ def _spaces_of(
     """The spaces of one lane: those that are given, and the env's own otherwise."""
     if isinstance(env, VectorEnv):
         own: tuple[Any, Any] = (env.single_observation_space, env.single_action_space)
-    elif isinstance(env, _HasSpaces):
+    elif isinstance(env, gym.Env | EnvBase):
         own = (env.observation_space, env.action_space)
     elif env is None:
         own = (None, None)
@@ -361,7 +345,7 @@ def _spec_of(env: Any) -> EnvSpec | None:
         return _spec_of(env.envs[0])
     if isinstance(env, VectorEnv):
         return _single(env.spec)
-    if isinstance(env, _OverGym):
+    if isinstance(env, GymEnv):
         return _spec_of(env.gym_envs[0] if env.gym_envs else env.vector_env)
     return None
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from gymnasium import spaces as gs
 from tensordict import TensorDictBase
 
 from swath.data.episodes import Episodes
@@ -36,38 +34,15 @@ class MinariRecorder:
     Args:
         dataset_id: its name and version, as in "cartpole/random-v0".
         env: the collector's env; for a factory, an env like those that it makes.
-        track: keys of further entries to record as Minari's `infos`, such as "action_log_prob".
         keep_unfinished: whether an episode that is cut off by a reset of the collector, or is still running at the end,
             is recorded as truncated. Otherwise it is left out, and counted in `stats()`.
-        observation_space: of one lane; for envs whose own space does not tell, as those of TorchRL.
-        action_space: likewise.
-        episodes_per_write: how many episodes are written at once.
-        metadata: for `minari.create_dataset_from_buffers`: `author`, `algorithm_name`, `description`...
+        options: all others of `write_minari`, such as `track` and `author`.
     """
 
-    def __init__(
-        self,
-        dataset_id: str,
-        env: Any,
-        *,
-        track: Iterable[Any] | None = None,
-        keep_unfinished: bool = False,
-        observation_space: gs.Space[Any] | None = None,
-        action_space: gs.Space[Any] | None = None,
-        episodes_per_write: int = 100,
-        **metadata: Any,
-    ) -> None:
+    def __init__(self, dataset_id: str, env: Any, *, keep_unfinished: bool = False, **options: Any) -> None:
         """Check the arguments; nothing is written before an episode is complete."""
         self.dataset_id = dataset_id
-        self._writer = MinariWriter(
-            dataset_id,
-            env,
-            observation_space=observation_space,
-            action_space=action_space,
-            track=track or (),
-            episodes_per_write=episodes_per_write,
-            **metadata,
-        )
+        self._writer = MinariWriter(dataset_id, env, **options)
         self._episodes = Episodes(keep_unfinished=keep_unfinished)
 
     def __call__(self, batch: TensorDictBase) -> None:

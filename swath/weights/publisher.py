@@ -5,23 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
-from swath.runtime.carrier import Topic
-from swath.runtime.snapshots import DoesNotFitError, SnapshotContents, Snapshots, SnapshotStore
+from swath.errors import DoesNotFitError
+from swath.runtime.carrier import Carrier, Topic
+from swath.runtime.snapshots import Snapshots, SnapshotStore
 from swath.weights.sources import WeightLayout, load_weights
-
-
-class Carries(Protocol):
-    """The weights plane of a carrier."""
-
-    def open_snapshots(self, contents: SnapshotContents) -> SnapshotStore:
-        """Where to publish."""
-
-    def subscribe(self, index: int, topic: Topic, snapshots: SnapshotStore) -> None:
-        """Let a worker take snapshots of `topic` from there."""
 
 
 class Publisher:
@@ -31,8 +22,7 @@ class Publisher:
     and its own of what is of the same version.
     """
 
-    def __init__(self, carrier: Carries) -> None:
-        """Publish through `carrier`."""
+    def __init__(self, carrier: Carrier) -> None:
         self.version = 0
         self._carrier = carrier
         self._layouts: dict[str, WeightLayout] = {}
@@ -56,10 +46,10 @@ class Publisher:
     def publish(self, model_id: str, weights: Mapping[str, Any], workers: Iterable[int]) -> None:
         """Publish weights (by the layout's names) under the present version, for all workers."""
         before = self._stores[model_id, None].version
-        for (name, worker), own in list(self._stores.items()):
-            is_newer = name == model_id and worker is not None and own.version > before
-            if is_newer and worker is not None and not self.layout(model_id).is_all(weights):
-                self.publish_to(worker, model_id, weights)  # it keeps what it has of its own
+        if not self.layout(model_id).is_all(weights):
+            for (name, worker), own in list(self._stores.items()):
+                if name == model_id and worker is not None and own.version > before:
+                    self.publish_to(worker, model_id, weights)  # it keeps what it has of its own
         self._publish((model_id, None), weights, workers)
 
     def publish_to(self, worker: int, model_id: str, weights: Mapping[str, Any]) -> None:
@@ -100,16 +90,11 @@ class Publisher:
             if only_for in (None, worker):
                 self._carrier.subscribe(worker, (model_id, only_for), store)
 
-    def newest(self, model_id: str) -> dict[str, Any]:
-        """A copy of what all workers were given last."""
-        return self._stores[model_id, None].snapshot()
-
 
 class Subscriber:
     """A worker's side."""
 
     def __init__(self) -> None:
-        """Know of no store yet."""
         self.version = 0
         """The newest version that was adopted."""
         self._stores: dict[Topic, Snapshots] = {}

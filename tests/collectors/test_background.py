@@ -15,7 +15,19 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from common import STEP, Pair, StopAfter, actor, assert_trajectories, bounded, buffer, net, saved, until
+from common import (
+    STEP,
+    Pair,
+    StopAfter,
+    actor,
+    assert_trajectories,
+    bounded,
+    buffer,
+    net,
+    saved,
+    sizes_written,
+    until,
+)
 from inside import PATIENCE, SWITCH_S, WORKER_BITS, resting, steps_made
 from kinds import ASYNC, FREE, SINGLE, SPREAD, Kind, Make, over
 from tensordict import TensorDictBase
@@ -56,22 +68,31 @@ def _leaves_nothing_behind() -> Iterator[None]:
 
 
 @pytest.fixture
-def make(kind: Kind) -> Iterator[Make]:
-    """Makes collectors with buffers and long episodes, by 10 steps, that are shut down after the test."""
-    made: list[Any] = []
+def make(make: Make) -> Make:
+    """Collectors with buffers and long episodes, by 10 steps."""
+    return lambda *args, **options: make(*args, **{"lengths": NO_END, "replay_buffer": buffer(100_000), **options})
 
-    def build(*args: Any, **options: Any) -> Any:
-        options.setdefault("replay_buffer", buffer(100_000))
-        made.append(kind.build(*args, **{"lengths": NO_END, **options}))
-        return made[-1]
 
-    yield build
-    for collector in made:
-        collector.shutdown(raise_on_error=False)
+@pytest.fixture
+def run(make: Make) -> Make:
+    """Makes collectors that collect in the background already."""
+
+    def begin(*args: Any, **options: Any) -> Any:
+        collector = make(*args, **options)
+        collector.start()
+        return collector
+
+    return begin
 
 
 def kept(collector: Any) -> Any:
     return collector.replay_buffer
+
+
+def finished(collector: Any) -> Any:
+    """Wait until all is collected."""
+    until(lambda: not collector.is_running())
+    return collector
 
 
 def grow(collector: Any, frames: int = 50) -> None:
@@ -99,6 +120,19 @@ class GatedEnv(CountingGymEnv):
         return super().step(action)
 
 
+@pytest.fixture
+def waiting(run: Make) -> Callable[..., tuple[Any, GatedEnv]]:
+    """Makes collectors that run, and are in a step that does not end; with the env in which they wait."""
+
+    def begin(**options: Any) -> tuple[Any, GatedEnv]:
+        env = GatedEnv()
+        collector = run(env, **options)
+        assert env.entered.wait(20)
+        return collector, env
+
+    return begin
+
+
 # -- starting -------------------------------------------------------------------------------------------------------
 
 
@@ -123,9 +157,8 @@ def test_the_buffer_grows_by_itself(make: Make, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("options", [{"frames_per_batch": 1}, {"extend_buffer": False}, {"frames_per_batch": 100_000}])
-def test_what_was_begun_is_written_when_it_stops(make: Make, options: dict[str, Any]) -> None:
-    collector = make(**options)
-    collector.start()
+def test_what_was_begun_is_written_when_it_stops(run: Make, options: dict[str, Any]) -> None:
+    collector = run(**options)
     until(lambda: steps_made(collector.env) > 30)
     collector.async_shutdown()
     assert kept(collector)[:]["observation"][:, STEP].int().tolist() == list(range(steps_made(collector.env)))
@@ -143,30 +176,41 @@ def test_start_goes_on_where_iterating_ended(make: Make) -> None:
 
 
 @over(FREE)
-def test_start_after_shutdown_is_refused(make: Make) -> None:
-    collector = make()
-    collector.shutdown()
-    with pytest.raises(ClosedError):
-        collector.start()
+def test_start_after_the_end_is_refused_and_pause_does_nothing(make: Make, run: Make) -> None:
+    ended = finished(run(total_frames=20))
+    with ended.pause():
+        pass
+    closed = make()
+    closed.shutdown()
+    for collector in (closed, ended):
+        with pytest.raises(ClosedError):
+            collector.start()
 
 
-def test_start_after_the_end_is_refused(make: Make) -> None:
-    collector = make(total_frames=20)
-    collector.start()
-    until(lambda: not collector.is_running())
-    with pytest.raises(ClosedError):
-        collector.start()
+BUDGETS: list[dict[str, Any]] = [
+    {"lanes": 3},
+    {"extend_buffer": False},
+    {"frames_per_batch": 7},
+    {"frames_per_batch": 500},
+]
+OF_THREE_WORKERS: list[dict[str, Any]] = [
+    {"workers": 3, "lanes": 2, "total_frames": 10, "frames_per_batch": 60},
+    {"workers": 3, "total_frames": 1, "frames_per_batch": 1},
+]
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"extend_buffer": False}, {"frames_per_batch": 7}, {"frames_per_batch": 500}, {"lanes": 3}], ids=str
+    ("kind", "options"),
+    [
+        *((SINGLE, options) for options in BUDGETS),
+        *((kind, options) for kind in SPREAD for options in (*BUDGETS[:2], *OF_THREE_WORKERS)),
+    ],
+    ids=str,
 )
-@over(FREE)
-def test_total_frames_are_exact_and_the_end(make: Make, kind: Kind, options: dict[str, Any]) -> None:
-    collector = make(total_frames=123, **options)
-    collector.start()
-    until(lambda: not collector.is_running())
-    assert kept(collector).write_count == collector.stats()["frames"] == 123
+def test_total_frames_are_exact_and_the_end(run: Make, kind: Kind, options: dict[str, Any]) -> None:
+    total = options.get("total_frames", 123)
+    collector = finished(run(**{"total_frames": total, **options}))
+    assert kept(collector).write_count == collector.stats()["frames"] == total
     assert collector.stats()["completed"]
     assert_trajectories(kept(collector)[:])
     if kind.workers:
@@ -175,18 +219,8 @@ def test_total_frames_are_exact_and_the_end(make: Make, kind: Kind, options: dic
     assert list(collector) == []
 
 
-@pytest.mark.parametrize(("total", "per_batch", "lanes"), [(101, 50, 0), (10, 60, 2), (1, 1, 0)])
-@over(SPREAD)
-def test_total_frames_of_three_workers_are_exact(make: Make, total: int, per_batch: int, lanes: int) -> None:
-    collector = make(workers=3, lanes=lanes, total_frames=total, frames_per_batch=per_batch)
-    collector.start()
-    until(lambda: not collector.is_running())
-    assert len(kept(collector)) == collector.stats()["frames"] == total
-
-
-def test_total_frames_are_exact_however_often_it_rests(make: Make) -> None:
-    collector = make(total_frames=1003, frames_per_batch=50)
-    collector.start()
+def test_total_frames_are_exact_however_often_it_rests(run: Make) -> None:
+    collector = run(total_frames=1003, frames_per_batch=50)
     while collector.is_running():
         with collector.pause():
             assert collector.stats()["frames"] == kept(collector).write_count
@@ -205,10 +239,8 @@ def test_total_frames_that_are_collected_already_are_not_exceeded(make: Make) ->
 
 
 @over(FREE)
-def test_whole_episodes_only(make: Make) -> None:
-    collector = make(lanes=2, lengths=[3, 4, 7], trajs_per_batch=1, trajs_per_write=3, total_frames=500)
-    collector.start()
-    until(lambda: not collector.is_running())
+def test_whole_episodes_only(run: Make) -> None:
+    collector = finished(run(lanes=2, lengths=[3, 4, 7], trajs_per_batch=1, trajs_per_write=3, total_frames=500))
     frames = kept(collector)[:]
     assert MASK not in frames.keys(True)
     assert_whole_in_a_row(frames, lambda lane, episode: [3, 4, 7][episode % 3])
@@ -216,10 +248,9 @@ def test_whole_episodes_only(make: Make) -> None:
     assert stats["frames"] == 500 == kept(collector).write_count + stats["dropped_frames"]
 
 
-def test_hooks_may_be_set_while_it_runs(make: Make) -> None:
+def test_hooks_may_be_set_while_it_runs(run: Make) -> None:
     seen: list[Any] = []
-    collector = make()
-    collector.start()
+    collector = run()
     grow(collector)
     collector.set_post_collect_hook(lambda batch: seen.append(batch.shape))
     until(lambda: len(seen) > 3)
@@ -228,14 +259,7 @@ def test_hooks_may_be_set_while_it_runs(make: Make) -> None:
 
 def test_the_users_interruptor_still_counts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     collector = make(interruptor=StopAfter(7), frames_per_batch=1000)
-    sizes: list[int] = []
-    original = kept(collector).write
-
-    def write(entries: Any, shape: Any, **options: Any) -> Any:
-        sizes.append(shape[-1])
-        return original(entries, shape, **options)
-
-    monkeypatch.setattr(kept(collector), "write", write)
+    sizes = sizes_written(kept(collector), monkeypatch)
     collector.start()
     until(lambda: len(sizes) > 5)
     collector.shutdown()
@@ -275,9 +299,8 @@ def assert_frozen(collector: Any) -> None:
 
 
 @over(FREE)
-def test_pause_freezes_and_goes_on(make: Make) -> None:
-    collector = make(None, net(1.0))
-    collector.start()
+def test_pause_freezes_and_goes_on(run: Make) -> None:
+    collector = run(None, net(1.0))
     for _ in range(3):
         grow(collector)
         with collector.pause():
@@ -285,7 +308,7 @@ def test_pause_freezes_and_goes_on(make: Make) -> None:
             assert collector.is_running()
     with collector.pause():
         collector.update_policy_weights_(net(2.0))
-        assert collector.getattr_env("batch_size") == torch.Size([])
+        assert collector.getattr_env("num_lanes") == 1
     grow(collector, 100)
     collector.shutdown()
     frames = kept(collector)[:]
@@ -294,9 +317,9 @@ def test_pause_freezes_and_goes_on(make: Make) -> None:
 
 
 @over(FREE)
-def test_pause_inside_pause(make: Make) -> None:
-    collector = make()
-    collector.start()
+def test_pause_inside_pause(run: Make) -> None:
+    """It ends with an error inside, too."""
+    collector = run()
     grow(collector)
     with collector.pause():
         with collector.pause():
@@ -305,11 +328,13 @@ def test_pause_inside_pause(make: Make) -> None:
         collector.state_dict()
         assert_frozen(collector)
     grow(collector)
+    with pytest.raises(ZeroDivisionError), collector.pause():
+        raise ZeroDivisionError
+    grow(collector)
 
 
-def test_pauses_of_several_threads_overlap(make: Make) -> None:
-    collector = make()
-    collector.start()
+def test_pauses_of_several_threads_overlap(run: Make) -> None:
+    collector = run()
     grow(collector)
     leave, inside = threading.Event(), threading.Event()
 
@@ -329,28 +354,8 @@ def test_pauses_of_several_threads_overlap(make: Make) -> None:
     grow(collector)
 
 
-def test_pause_ends_with_an_error_inside(make: Make) -> None:
-    collector = make()
-    collector.start()
-    with pytest.raises(ZeroDivisionError), collector.pause():
-        raise ZeroDivisionError
-    grow(collector)
-
-
-@over(FREE)
-def test_pause_after_the_end(make: Make) -> None:
-    collector = make(total_frames=20)
-    collector.start()
-    until(lambda: not collector.is_running())
-    with collector.pause():
-        pass
-
-
-def test_pause_waits_for_a_long_step_no_longer_than_told(make: Make) -> None:
-    env = GatedEnv()
-    collector = make(env)
-    collector.start()
-    assert env.entered.wait(20)
+def test_pause_waits_for_a_long_step_no_longer_than_told(waiting: Any) -> None:
+    collector, env = waiting()
     begun = time.monotonic()
     with pytest.raises(TimeoutError, match="not come to rest"), resting(collector, 0.2):
         pass
@@ -359,11 +364,8 @@ def test_pause_waits_for_a_long_step_no_longer_than_told(make: Make) -> None:
     grow(collector)
 
 
-def test_pause_of_a_collector_that_fails_meanwhile(make: Make) -> None:
-    env = GatedEnv()
-    collector = make(env, post_collect_hook=lambda batch: 1 / 0)
-    collector.start()
-    assert env.entered.wait(20)
+def test_pause_of_a_collector_that_fails_meanwhile(waiting: Any) -> None:
+    collector, env = waiting(post_collect_hook=lambda batch: 1 / 0)
     threading.Timer(0.05, env.gate.set).start()
     with collector.pause():
         pass
@@ -380,14 +382,14 @@ def test_hooks_may_ask_everything_of_their_own_collector(make: Make) -> None:
 
     collector = make(post_collect_hook=hook, total_frames=50)
     collector.start()
-    until(lambda: not collector.is_running())
+    finished(collector)
     assert states == [10, 20, 30, 40, 50]
 
 
 def test_a_hook_may_shut_its_collector_down(make: Make) -> None:
     collector = make(post_collect_hook=lambda batch: collector.shutdown() if kept(collector).write_count > 50 else None)
     collector.start()
-    until(lambda: not collector.is_running())
+    finished(collector)
     assert collector.closed
     assert collector.env.is_closed
     until(lambda: kept(collector).write_count == 70)  # what it had collected is written
@@ -408,9 +410,8 @@ USES: dict[str, Callable[[Collector], Any]] = {
     [*((SINGLE, use) for use in USES), *((kind, use) for kind in SPREAD for use in ("next", "rollout"))],
     ids=str,
 )
-def test_iterating_while_it_runs_is_refused(make: Make, use: str) -> None:
-    collector = make()
-    collector.start()
+def test_iterating_while_it_runs_is_refused(run: Make, use: str) -> None:
+    collector = run()
     for _ in range(3):
         with pytest.raises(RuntimeError, match=r"pause|sample"):
             USES[use](collector)
@@ -435,9 +436,8 @@ def test_an_iterator_of_before_is_refused_too(make: Make, use: str) -> None:
 
 
 @pytest.mark.parametrize("use", USES)
-def test_iterating_inside_pause_gives_whole_batches(make: Make, use: str) -> None:
-    collector = make()
-    collector.start()
+def test_iterating_inside_pause_gives_whole_batches(run: Make, use: str) -> None:
+    collector = run()
     grow(collector)
     with collector.pause():
         before = kept(collector).write_count
@@ -454,11 +454,8 @@ def test_iterating_inside_pause_gives_whole_batches(make: Make, use: str) -> Non
         assert_frames_belong(kept(collector)[:])
 
 
-def test_iterating_to_the_end_inside_pause(make: Make) -> None:
-    env = GatedEnv()
-    collector = make(env, total_frames=100)
-    collector.start()
-    assert env.entered.wait(20)
+def test_iterating_to_the_end_inside_pause(waiting: Any) -> None:
+    collector, env = waiting(total_frames=100)
     threading.Timer(0.05, env.gate.set).start()
     with collector.pause():
         for _ in collector:
@@ -472,9 +469,8 @@ def test_iterating_to_the_end_inside_pause(make: Make) -> None:
 
 
 @over(FREE)
-def test_state_dict_is_of_one_moment(make: Make) -> None:
-    collector = make(None, net(1.0), lengths=[3, 50, 700])
-    collector.start()
+def test_state_dict_is_of_one_moment(make: Make, run: Make) -> None:
+    collector = run(None, net(1.0), lengths=[3, 50, 700])
     for _ in range(5):
         grow(collector, 20)
         assert saved(collector.state_dict())["frames"] >= 20
@@ -491,49 +487,29 @@ def test_state_dict_is_of_one_moment(make: Make) -> None:
     assert kept(twin).write_count == 50
     assert twin.stats()["frames"] == state["frames"] + 50
     assert (kept(twin)[:]["action"] == 1.0).all()
-
-
-def test_ids_of_a_state_are_not_used_again(make: Make) -> None:
-    collector = make(lengths=[3, 50])
-    collector.start()
-    grow(collector, 200)
-    state = collector.state_dict()
-    twin = make(total_frames=state["frames"] + 50)
-    twin.load_state_dict(state)
-    list(twin)
     old, new = (set(kept(one)[:].get(TRAJ_IDS).unique().tolist()) for one in (collector, twin))
-    assert not {id for id in old if id < state["traj_pool"]} & new
+    assert not {id for id in old if id < state["traj_pool"]} & new, "an id of the state is used again"
 
 
-@over(SPREAD)
-def test_control_while_workers_run(make: Make) -> None:
-    collector = make(None, net(1.0), lengths=[300, 50])
-    collector.start()
-    for call in (lambda: collector.set_seed(3), collector.reset, collector.state_dict, collector.stats):
-        grow(collector)
-        call()
-    assert collector.get_distant_attr("env.batch_size") == [torch.Size([])] * 2
-    grow(collector)
-    assert collector.is_running()
-    collector.async_shutdown()
-    assert_trajectories(kept(collector)[:])
-
-
-def test_load_state_dict_reset_and_set_seed_while_it_runs(make: Make) -> None:
-    collector = make(CountingEnv(lengths=[300, 50, 700]), actor())
-    collector.start()
+@over(FREE)
+def test_control_while_it_runs(run: Make, kind: Kind) -> None:
+    collector = run(None, actor(), lengths=[300, 50, 700])
     calls: list[Callable[[], Any]] = [
         collector.reset,
         lambda: collector.set_seed(3),
-        lambda: collector.load_state_dict(collector.state_dict()),
-        lambda: collector.stats(),
-        lambda: collector.update_policy_weights_(),
+        collector.state_dict,
+        collector.stats,
+        collector.update_policy_weights_,
+        lambda: collector.get_distant_attr("env.batch_size"),
     ]
-    for number in range(40):
+    if not kind.workers:
+        calls.append(lambda: collector.load_state_dict(collector.state_dict()))
+    for number in range(7 if kind.workers else 40):
         grow(collector, 7)
         calls[number % len(calls)]()
     grow(collector)
-    collector.shutdown()
+    assert collector.is_running()
+    collector.async_shutdown()
     assert_trajectories(kept(collector)[:])
 
 
@@ -562,9 +538,8 @@ def test_set_seed_while_it_runs_decides_what_follows(make: Make) -> None:
     assert torch.equal(following(True), wanted)
 
 
-def test_stats_may_be_asked_at_any_moment(make: Make) -> None:
-    collector = make(CountingEnv((8,), [1, 2, 3]), trajs_per_batch=1, trajs_per_write=20, frames_per_batch=80)
-    collector.start()
+def test_stats_may_be_asked_at_any_moment(run: Make) -> None:
+    collector = run(CountingEnv((8,), [1, 2, 3]), trajs_per_batch=1, trajs_per_write=20, frames_per_batch=80)
     deadline, before = time.monotonic() + 1.0, 0
     while time.monotonic() < deadline:
         stats = collector.stats()
@@ -578,57 +553,46 @@ def test_stats_may_be_asked_at_any_moment(make: Make) -> None:
 
 
 @over(FREE)
-def test_shutdown_twice(make: Make) -> None:
-    collector = make()
-    collector.start()
-    grow(collector)
+def test_shutdown_twice_and_in_a_with_block(make: Make, run: Make) -> None:
+    with run() as collector:
+        grow(collector)
+    assert not threads()
+    assert collector.closed
     for stop in (collector.async_shutdown, collector.shutdown, collector.async_shutdown):
         stop()
-    assert not threads()
     assert not collector.is_running()
+    assert kept(collector).sample(4).shape == (4,)
     other = make()
     other.async_shutdown()  # which was not started
     assert other.closed
 
 
 @over(FREE)
-def test_async_shutdown_stops_at_once(make: Make) -> None:
+def test_async_shutdown_stops_at_once(run: Make) -> None:
     class Slow(CountingEnv):
         def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
             time.sleep(0.005)
             return super()._step(tensordict)
 
-    collector = make(Slow, frames_per_batch=10_000)
-    collector.start()
+    collector = run(Slow, frames_per_batch=10_000)
     begin = time.monotonic()
     collector.async_shutdown()
     assert time.monotonic() - begin < 5.0
     assert not collector.is_running()
 
 
-def test_the_env_may_be_left_open(make: Make) -> None:
+def test_the_env_may_be_left_open(run: Make) -> None:
     env = CountingEnv()
-    collector = make(env)
-    collector.start()
+    collector = run(env)
     grow(collector)
     collector.async_shutdown(close_env=False)
     assert not env.is_closed
     assert env.rollout(3).shape == (3,)
 
 
-@over(FREE)
-def test_a_with_block_stops_it(make: Make) -> None:
-    with make() as collector:
-        collector.start()
-        grow(collector)
-    assert not threads()
-    assert collector.closed
-
-
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_shutdown_while_it_rests(make: Make, elsewhere: bool) -> None:
-    collector = make()
-    collector.start()
+def test_shutdown_while_it_rests(run: Make, elsewhere: bool) -> None:
+    collector = run()
     grow(collector)
     with collector.pause():
         bounded(collector.shutdown) if elsewhere else collector.shutdown()
@@ -637,11 +601,8 @@ def test_shutdown_while_it_rests(make: Make, elsewhere: bool) -> None:
     assert not threads()
 
 
-def test_shutdown_during_a_long_step_is_bounded_and_told(make: Make) -> None:
-    env = GatedEnv()
-    collector = make(env)
-    collector.start()
-    assert env.entered.wait(20)
+def test_shutdown_during_a_long_step_is_bounded_and_told(waiting: Any) -> None:
+    collector, env = waiting()
     begun = time.monotonic()
     with pytest.warns(UserWarning, match="did not end in time"):
         collector.async_shutdown(timeout=0.2)
@@ -654,7 +615,8 @@ def test_shutdown_during_a_long_step_is_bounded_and_told(make: Make) -> None:
     assert env.is_closed
 
 
-def test_a_forgotten_collector_is_freed_and_its_thread_ends() -> None:
+@pytest.mark.parametrize("rests", [False, True])
+def test_a_forgotten_collector_is_freed_and_its_thread_ends(rests: bool) -> None:
     collector = Collector(CountingEnv(), actor(), frames_per_batch=10, replay_buffer=buffer())
     collector.start()
     grow(collector)
@@ -662,22 +624,12 @@ def test_a_forgotten_collector_is_freed_and_its_thread_ends() -> None:
     gc.collect()
     gc.disable()
     try:
-        del collector
+        with collector.pause() if rests else contextlib.nullcontext():
+            del collector
         until(lambda: ref() is None)
         until(lambda: not threads())
     finally:
         gc.enable()
-
-
-def test_a_collector_that_is_forgotten_while_it_rests() -> None:
-    collector = Collector(CountingEnv(), frames_per_batch=10, replay_buffer=buffer())
-    collector.start()
-    with collector.pause():
-        ref = weakref.ref(collector)
-        del collector
-        gc.collect()
-    until(lambda: ref() is None)
-    until(lambda: not threads())
 
 
 def test_fifty_lives_leave_nothing() -> None:
@@ -770,10 +722,9 @@ def sampled_in_a_with_block(collector: Collector) -> None:
 
 @pytest.mark.parametrize("told", [sampled, asked, stopped, left, sampled_in_a_with_block])
 @pytest.mark.parametrize("where", PLACES)
-def test_errors_reach_the_trainer(make: Make, where: str, told: Callable[[Collector], None]) -> None:
+def test_errors_reach_the_trainer(run: Make, where: str, told: Callable[[Collector], None]) -> None:
     env, options, kind, function = failing(where)
-    collector = make(env, **options)
-    collector.start()
+    collector = run(env, **options)
     with pytest.raises(kind, match=MESSAGES.get(where, "as it was told")) as caught:
         told(collector)
     notes = "\n".join(caught.value.__notes__)
@@ -789,20 +740,15 @@ def test_errors_reach_the_trainer(make: Make, where: str, told: Callable[[Collec
 
 
 @pytest.mark.parametrize("where", ["env.step", "postproc"])
-def test_an_error_that_was_caught_is_not_raised_at_the_end_of_the_block(make: Make, where: str) -> None:
+def test_an_error_that_was_caught_is_not_raised_at_the_end_of_the_block(run: Make, where: str) -> None:
+    """Nor does it hide the one that has ended the block."""
     env, options, kind, _ = failing(where)
-    with make(env, **options) as collector:
-        collector.start()
-        with pytest.raises(kind):
-            sampled(collector)
-
-
-def test_an_error_does_not_hide_the_one_that_ended_the_block(make: Make) -> None:
-    env, options, _, _ = failing("env.step")
+    with run(env, **options) as collector, pytest.raises(kind):
+        sampled(collector)
+    env, options, _, _ = failing(where)
 
     def train() -> None:
-        with make(env, **options) as collector:
-            collector.start()
+        with run(env, **options):
             until(lambda: not threads())
             raise KeyError("mine")
 
@@ -810,10 +756,12 @@ def test_an_error_does_not_hide_the_one_that_ended_the_block(make: Make) -> None
         train()
 
 
-def test_an_error_is_the_same_each_time_it_is_told(make: Make) -> None:
-    env, options, kind, _ = failing("env.step")
-    collector = make(env, **options)
-    collector.start()
+@pytest.mark.parametrize("where", ["env.step", "postproc"])
+def test_an_error_is_the_same_each_time_it_is_told_and_starting_again_is_no_silent_success(
+    run: Make, where: str
+) -> None:
+    env, options, kind, _ = failing(where)
+    collector = run(env, **options)
     until(lambda: not threads())
     lengths = []
     for _ in range(5):
@@ -821,44 +769,31 @@ def test_an_error_is_the_same_each_time_it_is_told(make: Make) -> None:
             collector.is_running()
         lengths.append(len(traceback.extract_tb(caught.value.__traceback__)))
     assert len(set(lengths)) == 1, "the traceback grows"
-
-
-@pytest.mark.parametrize("where", ["env.step", "postproc"])
-def test_starting_again_after_an_error_is_no_silent_success(make: Make, where: str) -> None:
-    env, options, kind, _ = failing(where)
-    collector = make(env, **options)
-    collector.start()
-    until(lambda: not threads())
     with pytest.raises((kind, ClosedError)):
         collector.start()
 
 
-def test_an_error_before_the_first_frame_ends_the_wait_for_it(make: Make) -> None:
+def test_an_error_before_the_first_frame_ends_the_wait_for_it(run: Make) -> None:
     env = FaultyGymEnv(at=1)
-    collector = make(env)
-    collector.start()
+    collector = run(env)
     with pytest.raises(FaultyError):
         bounded(lambda: kept(collector).sample(4))
 
 
-def test_warnings_come_through(make: Make) -> None:
+@pytest.mark.parametrize("is_error", [False, True])
+def test_warnings_come_through_and_may_be_errors(make: Make, is_error: bool) -> None:
     collector = make(FaultyGymEnv("nan", at=15, lengths=1000))
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("error" if is_error else "always", NotANumberWarning)
         collector.start()
+        if is_error:
+            with pytest.raises(NotANumberWarning):
+                asked(collector)
+            return
         until(lambda: kept(collector).write_count >= 40)
     assert [warning.category for warning in caught] == [NotANumberWarning]
     assert "lane 0" in str(caught[0].message)
     assert collector.is_running()
-
-
-def test_warnings_that_are_errors_are_errors(make: Make) -> None:
-    collector = make(FaultyGymEnv("nan", at=15, lengths=1000))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", NotANumberWarning)
-        collector.start()
-        with pytest.raises(NotANumberWarning):
-            asked(collector)
 
 
 # -- weights --------------------------------------------------------------------------------------------------------
@@ -914,8 +849,11 @@ def test_weights_count_only_when_they_are_published(make: Make, known: bool) -> 
     assert collector.policy_version == 1
 
 
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("options", [{}, {"extend_buffer": False}, {"frames_per_batch": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("known", "options"),
+    [(True, {}), (False, {}), (True, {"extend_buffer": False}), (False, {"frames_per_batch": 1})],
+    ids=str,
+)
 def test_weights_are_never_of_two_versions(make: Make, known: bool, options: dict[str, Any]) -> None:
     collector, policy = weighing(make, known, **options)
     collector.start()
@@ -956,15 +894,14 @@ def test_weights_in_all_forms(make: Make) -> None:
     assert policy.first == policy.second == 0, "the trainer's own policy is left alone"
 
 
-def test_weights_of_a_policy_that_a_factory_made(make: Make) -> None:
+def test_weights_of_a_policy_that_a_factory_made(run: Make) -> None:
     made: list[Pair] = []
 
     def factory() -> TensorDictModule:
         made.append(Pair())
         return TensorDictModule(made[-1], in_keys=["observation"], out_keys=["action"])
 
-    collector = make(policy_factory=factory)
-    collector.start()
+    collector = run(policy_factory=factory)
     made[0].set(3)
     grow(collector, 100)
     assert not kept(collector)[:]["action"].any()
@@ -1032,7 +969,7 @@ def test_the_trainers_exploration_type_is_its_own(make: Make) -> None:
 
 
 @pytest.mark.parametrize("policy", [None, actor], ids=["random", "known"])
-def test_the_trainers_random_numbers_are_its_own(make: Make, policy: Any) -> None:
+def test_the_trainers_random_numbers_are_its_own(run: Make, policy: Any) -> None:
     def draws() -> Tensor:
         torch.manual_seed(0)
         numbers = []
@@ -1042,8 +979,7 @@ def test_the_trainers_random_numbers_are_its_own(make: Make, policy: Any) -> Non
         return torch.stack(numbers[:2000])
 
     wanted = draws()
-    collector = make(policy=policy and policy(), init_random_frames=100)
-    collector.start()
+    collector = run(policy=policy and policy(), init_random_frames=100)
     assert torch.equal(draws(), wanted)
     assert kept(collector).write_count > 0
     with collector.pause():
@@ -1071,12 +1007,10 @@ def test_a_seed_decides_what_is_collected(make: Make, policy: Any) -> None:
     assert not torch.equal(actions(2, True), first)
 
 
-def test_torch_manual_seed_decides_what_an_unseeded_collector_collects(make: Make) -> None:
+def test_torch_manual_seed_decides_what_an_unseeded_collector_collects(run: Make) -> None:
     def actions() -> Tensor:
         torch.manual_seed(4)
-        collector = make(total_frames=100)
-        collector.start()
-        until(lambda: not collector.is_running())
+        collector = finished(run(total_frames=100))
         return kept(collector)[:]["action"]
 
     assert torch.equal(actions(), actions())
@@ -1094,10 +1028,9 @@ def test_threads_take_turns_more_often_while_any_collector_runs(make: Make) -> N
     assert sys.getswitchinterval() == before
 
 
-def test_gradients_of_the_trainer_are_its_own(make: Make) -> None:
+def test_gradients_of_the_trainer_are_its_own(run: Make) -> None:
     policy = net()
-    collector = make(policy=policy)
-    collector.start()
+    collector = run(policy=policy)
     for _ in range(50):
         batch = kept(collector).sample(8)
         assert torch.is_grad_enabled()
@@ -1109,10 +1042,8 @@ def test_gradients_of_the_trainer_are_its_own(make: Make) -> None:
 # -- the buffer's side ----------------------------------------------------------------------------------------------
 
 
-def test_sample_waits_for_the_first_frames(make: Make) -> None:
-    env = GatedEnv()
-    collector = make(env)
-    collector.start()
+def test_sample_waits_for_the_first_frames(waiting: Any) -> None:
+    collector, env = waiting()
     timer = threading.Timer(0.1, env.gate.set)
     timer.start()
     assert not env.gate.is_set()
@@ -1121,30 +1052,23 @@ def test_sample_waits_for_the_first_frames(make: Make) -> None:
     timer.join()
 
 
-def test_sample_of_what_never_comes_ends_with_the_collector(make: Make) -> None:
-    collector = make(trajs_per_batch=1, total_frames=200)
-    collector.start()
+def test_sample_of_what_never_comes_ends_with_the_collector_or_its_rest(run: Make) -> None:
+    ended, resting = run(trajs_per_batch=1, total_frames=200), run(trajs_per_batch=1)
     with pytest.raises(RuntimeError, match="empty"):
-        bounded(lambda: kept(collector).sample(4))
-
-
-def test_sample_does_not_wait_for_a_collector_that_rests(make: Make) -> None:
-    collector = make(trajs_per_batch=1)
-    collector.start()
+        bounded(lambda: kept(ended).sample(4))
 
     def sample_at_rest() -> None:
-        with collector.pause():
-            kept(collector).sample(4)
+        with resting.pause():
+            kept(resting).sample(4)
 
     with pytest.raises(RuntimeError, match="empty"):
         bounded(sample_at_rest, 5)
 
 
-def test_sample_does_not_wait_for_ever_for_slices_that_cannot_be(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_does_not_wait_for_ever_for_slices_that_cannot_be(run: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PATIENCE, 0.3)
     slices = buffer(200, sampler=SliceSampler(slice_len=50))
-    collector = make(CountingEnv(lengths=5), replay_buffer=slices)
-    collector.start()
+    run(CountingEnv(lengths=5), replay_buffer=slices)
     until(lambda: slices.write_count > 1000)
     with pytest.raises(RuntimeError, match="no trajectory as long as a slice"):
         bounded(lambda: slices.sample(100), 3)
@@ -1157,19 +1081,10 @@ def test_a_hook_that_samples_does_not_wait_for_itself(make: Make) -> None:
         until(lambda: not collector.is_running(), 5)
 
 
-def test_sample_goes_on_after_a_collector_was_shut_down(make: Make) -> None:
-    collector = make()
-    collector.start()
-    grow(collector)
-    collector.shutdown()
-    assert kept(collector).sample(4).shape == (4,)
-
-
-def test_the_rate_limiter_holds_collection_and_training_together(make: Make) -> None:
+def test_the_rate_limiter_holds_collection_and_training_together(run: Make) -> None:
     limiter = RateLimiter(samples_per_insert=2.0, min_size_to_sample=20)
     limited = buffer(batch_size=32, rate_limiter=limiter)
-    collector = make(replay_buffer=limited)
-    collector.start()
+    collector = run(replay_buffer=limited)
     for _ in range(60):
         limited.sample()
         stats = limited.stats()
@@ -1187,11 +1102,10 @@ def test_the_rate_limiter_holds_collection_and_training_together(make: Make) -> 
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_the_rate_limiter_does_not_wait_for_a_collector_that_has_ended(make: Make, fails: bool) -> None:
+def test_the_rate_limiter_does_not_wait_for_a_collector_that_has_ended(run: Make, fails: bool) -> None:
     limited = buffer(batch_size=32, rate_limiter=RateLimiter(samples_per_insert=1.0))
     env = FaultyGymEnv(at=105, lengths=1000) if fails else None
-    collector = make(env, replay_buffer=limited, total_frames=200)
-    collector.start()
+    run(env, replay_buffer=limited, total_frames=200)
 
     def train() -> None:
         for _ in range(20):
@@ -1204,10 +1118,9 @@ def test_the_rate_limiter_does_not_wait_for_a_collector_that_has_ended(make: Mak
     assert limited.write_count == (100 if fails else 200)
 
 
-def test_the_rate_limiter_lets_pause_through(make: Make) -> None:
+def test_the_rate_limiter_lets_pause_through(run: Make) -> None:
     limited = buffer(batch_size=32, rate_limiter=RateLimiter(samples_per_insert=2.0))
-    collector = make(replay_buffer=limited)
-    collector.start()
+    collector = run(replay_buffer=limited)
     until(lambda: limited.write_count >= 10)
     begun = time.monotonic()
     with collector.pause():
@@ -1216,10 +1129,9 @@ def test_the_rate_limiter_lets_pause_through(make: Make) -> None:
     assert time.monotonic() - begun < 2
 
 
-def test_prefetching_waits_and_ends_too(make: Make) -> None:
+def test_prefetching_waits_and_ends_too(run: Make) -> None:
     ahead = buffer(batch_size=16, prefetch=3)
-    collector = make(FaultyGymEnv(at=200, lengths=1000), replay_buffer=ahead)
-    collector.start()
+    collector = run(FaultyGymEnv(at=200, lengths=1000), replay_buffer=ahead)
     with contextlib.suppress(FaultyError):
         for _ in range(20):
             assert ahead.sample().shape == (16,)
@@ -1229,13 +1141,12 @@ def test_prefetching_waits_and_ends_too(make: Make) -> None:
 
 
 @over([ASYNC])
-def test_slices_of_four_workers_lie_within_an_episode(make: Make) -> None:
+def test_slices_of_four_workers_lie_within_an_episode(run: Make) -> None:
     """The tip for training on trajectories."""
     lengths = [5, 9, 4]
     sampler = SliceSampler(slice_len=4, end_key=("next", "done"))
     store = buffer(20_000, sampler=sampler, batch_size=64)
-    collector = make(lanes=2, lengths=lengths, workers=4, replay_buffer=store, trajs_per_batch=4)
-    collector.start()
+    collector = run(lanes=2, lengths=lengths, workers=4, replay_buffer=store, trajs_per_batch=4)
     until(lambda: len(store) > 500)
     for _ in range(50):
         sample = store.sample().view(-1, 4)
@@ -1255,10 +1166,9 @@ def assert_whole_frames(sample: TensorDictBase) -> None:
 
 
 @over([ASYNC])
-def test_priorities_while_workers_run(make: Make) -> None:
+def test_priorities_while_workers_run(run: Make) -> None:
     store = buffer(2000, sampler=PrioritizedSampler(2000, alpha=1.0, beta=1.0), batch_size=32)
-    collector = make(replay_buffer=store)
-    collector.start()
+    run(replay_buffer=store)
     until(lambda: len(store) > 200)
     for _ in range(50):
         sample, info = store.sample(return_info=True)
@@ -1289,26 +1199,10 @@ def test_a_rate_limiter_holds_workers_back(make: Make, starts: bool) -> None:
     assert sampled - 64 <= store.write_count <= 40 + sampled + 64 + 2 * 10
 
 
-@over([ASYNC])
-def test_weights_that_are_published_while_workers_run(make: Make) -> None:
-    collector = make(None, net(0.0))
-    collector.start()
-    for number in range(1, 6):
-        grow(collector, 40)
-        collector.update_policy_weights_(net(float(number)))
-    grow(collector, 80)
-    collector.async_shutdown()
-    data = kept(collector)[:]
-    assert torch.equal(data["action"][:, 0].long(), data["policy_version"].reshape(-1))
-    assert set(data["action"][-20:].unique().tolist()) == {5.0}
-
-
 @pytest.mark.torchrl
-def test_a_buffer_of_torchrl_is_filled_too(make: Make) -> None:
+def test_a_buffer_of_torchrl_is_filled_too(run: Make) -> None:
     torchrl = pytest.importorskip("torchrl.data")
     theirs = torchrl.ReplayBuffer(storage=torchrl.LazyTensorStorage(1000), batch_size=16)
-    collector = make(replay_buffer=theirs, total_frames=300)
-    collector.start()
-    until(lambda: not collector.is_running())
+    finished(run(replay_buffer=theirs, total_frames=300))
     assert theirs.write_count == 300
     assert_frames_belong(theirs[:])

@@ -1,10 +1,7 @@
 """What a collector writes to its replay buffer: every frame once, where it belongs, and nothing else."""
 
-import os
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,8 +13,8 @@ from counting_reference import CountingReference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import WORKER_BITS
-from kinds import ALL, ASYNC, ONE_ASYNC, SPREAD, Kind, Make, over
-from tensordict import TensorDict, TensorDictBase
+from kinds import ALL, ASYNC, MIXED, ONE_ASYNC, Kind, Make, over
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor
 
@@ -32,8 +29,8 @@ from swath.data import (
     SliceSampler,
     TensorDictPrioritizedReplayBuffer,
 )
-from swath.envs import EnvBase, GymEnv
-from swath.keys import DONE, MASK, NEXT, TRAJ_IDS, TRUNCATED, after
+from swath.envs import GymEnv
+from swath.keys import DONE, MASK, TRAJ_IDS, TRUNCATED, after
 from swath.testing import (
     CountingEnv,
     CountingVectorEnv,
@@ -51,18 +48,15 @@ OWN_LENGTHS = [[3, 4, 1, 7], [5], [2, 6], [9, 1], [3, 8], [4, 4, 2]]
 
 
 @pytest.fixture
-def make(kind: Kind) -> Iterator[Make]:
-    """Makes seeded collectors that are shut down after the test."""
-    made: list[Any] = []
+def make(make: Make) -> Make:
+    """Seeded collectors."""
 
-    def build(env: Any = None, policy: Any = None, **options: Any) -> Any:
-        made.append(kind.build(env, policy, **{"lengths": LENGTHS, **options}))
-        made[-1].set_seed(5)
-        return made[-1]
+    def build(*args: Any, **options: Any) -> Any:
+        collector = make(*args, **{"lengths": LENGTHS, **options})
+        collector.set_seed(5)
+        return collector
 
-    yield build
-    for collector in made:
-        collector.shutdown(raise_on_error=False)
+    return build
 
 
 def real(batch: TensorDictBase) -> TensorDictBase:
@@ -110,21 +104,7 @@ def test_a_batch_is_there_when_it_is_told_of(make: Make) -> None:
         assert len(kept) == collector.requested_frames_per_batch * number
 
 
-@over(SPREAD)
-def test_postproc_and_hooks_run_in_the_workers(make: Make, tmp_path: Path) -> None:
-    def postproc(batch: TensorDictBase) -> TensorDictBase:
-        return batch.set("pid", torch.full((*batch.shape, 1), os.getpid()))
-
-    kept = buffer()
-    hook = lambda batch: (tmp_path / f"{os.getpid()}").touch()  # noqa: E731
-    collector = make(replay_buffer=kept, batches=4, postproc=postproc, post_collect_hook=hook)
-    pids = set(collector.worker_pids)
-    list(collector)
-    assert set(kept[:]["pid"].unique().tolist()) == pids
-    assert {int(path.name) for path in tmp_path.iterdir()} == pids
-
-
-@over(ALL)
+@over(MIXED)
 def test_single_steps(make: Make) -> None:
     kept = buffer()
     list(make(replay_buffer=kept, batches=2, extend_buffer=False))
@@ -133,7 +113,7 @@ def test_single_steps(make: Make) -> None:
 
 
 @pytest.mark.parametrize("per_write", [None, 2])
-@over(ALL)
+@over(MIXED)
 def test_complete_episodes_only(make: Make, per_write: int | None) -> None:
     kept = buffer()
     options = {"trajs_per_batch": 2, "trajs_per_write": per_write, "total_frames": 400}
@@ -184,15 +164,6 @@ def test_the_buffer_holds_what_would_be_delivered(make: Make, layout: str, stora
     assert env.is_closed
 
 
-@pytest.mark.parametrize("sees", ["dict", "pixels"])
-def test_observations_of_any_kind(make: Make, sees: str) -> None:
-    options = {"frames_per_batch": 12, "total_frames": 30}
-    kept = buffer()
-    list(make(CountingEnv((2,), LENGTHS, kind=sees), replay_buffer=kept, **options))
-    wanted = list(make(CountingEnv((2,), LENGTHS, kind=sees), **options))
-    assert_same(kept[:], torch.cat([real(batch) for batch in wanted]))
-
-
 STORAGES: dict[str, Callable[[], ReplayBuffer]] = {
     "tensors": buffer,
     "file": lambda: ReplayBuffer(storage=LazyMemmapStorage(5_000)),
@@ -201,13 +172,19 @@ STORAGES: dict[str, Callable[[], ReplayBuffer]] = {
 }
 
 
-@pytest.mark.parametrize("lanes", [(), (3,), (2, 2)])
-@pytest.mark.parametrize("storage", STORAGES)
-def test_any_storage_holds_the_same(make: Make, storage: str, lanes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("storage", "lanes", "sees"),
+    [
+        *((storage, lanes, "vector") for storage in STORAGES for lanes in ((), (3,), (2, 2))),
+        *(("tensors", (2,), sees) for sees in ("dict", "pixels")),
+    ],
+    ids=str,
+)
+def test_any_storage_holds_the_same(make: Make, storage: str, lanes: tuple[int, ...], sees: str) -> None:
     kept = STORAGES[storage]()
-    options = {"frames_per_batch": 12, "total_frames": 60}
-    assert list(make(CountingEnv(lanes, LENGTHS), replay_buffer=kept, **options)) == [None] * 5
-    wanted = torch.cat([real(batch) for batch in make(CountingEnv(lanes, LENGTHS), **options)])
+    env, twin = (CountingEnv(lanes, LENGTHS, kind=sees) for _ in range(2))
+    assert list(make(env, replay_buffer=kept, frames_per_batch=12, total_frames=60)) == [None] * 5
+    wanted = torch.cat([real(batch) for batch in make(twin, frames_per_batch=12, total_frames=60)])
     assert_same(kept[:], wanted)
     assert kept.write_count == 60
 
@@ -274,17 +251,13 @@ def test_frames_in_which_a_lane_was_idle_are_never_written(make: Make, extend: b
             assert_frames_belong(frames[frames["observation"][:, LANE] == lane])
 
 
-def test_a_buffer_that_is_too_small_keeps_the_newest(make: Make) -> None:
+@pytest.mark.parametrize("per_batch", [10, 70])
+def test_a_buffer_that_is_too_small_keeps_the_newest(make: Make, per_batch: int) -> None:
+    """Even if it is smaller than a batch."""
     kept = buffer(25)
-    list(make(CountingEnv(lengths=1000), replay_buffer=kept, frames_per_batch=10, total_frames=70))
+    list(make(CountingEnv(lengths=1000), replay_buffer=kept, frames_per_batch=per_batch, total_frames=70))
     assert kept.write_count == 70
     assert sorted(kept[:]["observation"][:, STEP].int().tolist()) == list(range(45, 70))
-
-
-def test_a_batch_may_be_larger_than_the_buffer(make: Make) -> None:
-    kept = buffer(25)
-    list(make(CountingEnv(lengths=1000), replay_buffer=kept, frames_per_batch=60, total_frames=60))
-    assert sorted(kept[:]["observation"][:, STEP].int().tolist()) == list(range(35, 60))
 
 
 def test_what_is_in_the_buffer_does_not_change_with_the_next_batch(make: Make) -> None:
@@ -320,34 +293,27 @@ def test_an_error_shuts_down_and_keeps_what_was_written(make: Make) -> None:
 
 
 def test_frames_that_do_not_fit_are_refused(make: Make) -> None:
-    kept = buffer()
+    kept, of_lanes = buffer(), buffer(ndim=2)
     list(make(replay_buffer=kept, total_frames=10))
-    with pytest.raises(KeyError, match="step_count"):
-        list(make(replay_buffer=kept, total_frames=10, max_frames_per_traj=5))
-    with pytest.raises(KeyError, match="count"):
-        list(make(CountingEnv(kind="dict"), replay_buffer=kept, total_frames=10))
-    with pytest.raises(ValueError, match="shape"):
-        list(make(CountingEnv(kind="pixels"), replay_buffer=kept, total_frames=10))
-    assert kept.write_count == 10
+    list(make(CountingEnv((2,)), replay_buffer=of_lanes, total_frames=10))
+    for env, options, error, words in (
+        (None, {"max_frames_per_traj": 5}, KeyError, "step_count"),
+        (CountingEnv(kind="dict"), {}, KeyError, "count"),
+        (CountingEnv(kind="pixels"), {}, ValueError, "shape"),
+        (CountingEnv((5,)), {"replay_buffer": of_lanes}, ValueError, "lanes"),
+    ):
+        with pytest.raises(error, match=words):
+            list(make(env, **{"replay_buffer": kept, "total_frames": 10, **options}))
+    assert kept.write_count == of_lanes.write_count == 10
 
 
-@pytest.mark.parametrize(("lanes", "ndim"), [((), 2), ((2,), 3), ((2, 3), 2)])
-def test_a_storage_of_other_dimensions_is_refused(lanes: tuple[int, ...], ndim: int) -> None:
-    with pytest.raises(ValueError, match=f"ndim={ndim}.*ndim=1"):
-        Collector(CountingEnv(lanes), frames_per_batch=12, replay_buffer=buffer(ndim=ndim))
-
-
-def test_lanes_of_another_number_are_refused(make: Make) -> None:
-    kept = buffer(ndim=2)
-    list(make(CountingEnv((2,)), replay_buffer=kept, total_frames=10))
-    with pytest.raises(ValueError, match="lanes"):
-        list(make(CountingEnv((5,)), replay_buffer=kept, total_frames=10))
-
-
-def test_nothing_is_said_that_is_not_worth_it(make: Make) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        list(make(CountingEnv((2,)), replay_buffer=buffer(), total_frames=40))
+@pytest.mark.parametrize(
+    ("lanes", "ndim", "options"), [((), 2, {}), ((2,), 3, {}), ((2, 3), 2, {}), ((2,), 2, {"trajs_per_batch": 1})]
+)
+def test_a_storage_of_other_dimensions_is_refused(lanes: tuple[int, ...], ndim: int, options: dict[str, Any]) -> None:
+    """Whole episodes have no place in one with lanes."""
+    with pytest.raises(ValueError, match=f"ndim={ndim}.*ndim=1|whole episodes.*use ndim=1"):
+        Collector(CountingEnv(lanes), frames_per_batch=12, replay_buffer=buffer(ndim=ndim), **options)
 
 
 def test_what_the_buffer_does_to_all_that_is_written_is_done(make: Make) -> None:
@@ -422,21 +388,16 @@ def test_postproc_comes_before_writing(make: Make) -> None:
         assert kept.write_count == 20
 
 
-def test_postproc_may_leave_entries_out(make: Make) -> None:
-    kept = buffer()
-    list(make(replay_buffer=kept, total_frames=20, postproc=lambda batch: batch.select("action")))
-    assert set(kept[:].keys(True, True)) == {"action"}
-
-
 @pytest.mark.parametrize("lanes", [(), (2,)])
-def test_postproc_may_leave_frames_out(make: Make, lanes: tuple[int, ...]) -> None:
+def test_postproc_may_leave_entries_and_frames_out(make: Make, lanes: tuple[int, ...]) -> None:
     def postproc(batch: TensorDictBase) -> TensorDictBase:
-        return batch[batch["observation"][..., STEP] == 0]
+        return batch[batch["observation"][..., STEP] == 0].select("observation")
 
     kept = buffer()
     list(make(CountingEnv(lanes), replay_buffer=kept, total_frames=40, postproc=postproc))
     assert kept.write_count == 8
     assert (kept[:]["observation"][:, STEP] == 0).all()
+    assert set(kept[:].keys(True, True)) == {"observation"}
 
 
 @pytest.mark.parametrize("storage", [buffer, lambda: ReplayBuffer(storage=ListStorage(100))], ids=["tensors", "list"])
@@ -450,11 +411,6 @@ def test_postproc_may_leave_all_frames_out(make: Make, storage: Any) -> None:
     collector = make(CountingEnv(lengths=1000), replay_buffer=kept, total_frames=40, postproc=postproc)
     assert len(list(collector)) == 4
     assert kept[:]["observation"][:, STEP].int().tolist() == [*range(10), *range(20, 30)]
-
-
-def test_postproc_must_return_the_batch(make: Make) -> None:
-    with pytest.raises(TypeError, match="returned None"):
-        make(replay_buffer=buffer(), postproc=lambda batch: None).next()
 
 
 def test_post_collect_hook_may_keep_batches(make: Make) -> None:
@@ -526,51 +482,29 @@ def test_episodes_are_written_as_soon_as_they_are_complete(make: Make) -> None:
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_whole_episodes_in_any_storage(make: Make, storage: str) -> None:
-    kept = STORAGES[storage]()
-    list(make(CountingEnv((2,), LENGTHS), replay_buffer=kept, trajs_per_batch=3, total_frames=60))
-    assert_whole_in_a_row(kept[:], lambda lane, episode: LENGTHS[episode % 4])
+    """Also of lanes that idle."""
+    for env in (CountingEnv((3,), OWN_LENGTHS), GymEnv(CountingVectorEnv(3, OWN_LENGTHS))):
+        kept = STORAGES[storage]()
+        collector = make(env, replay_buffer=kept, trajs_per_batch=3, frames_per_batch=30, total_frames=90)
+        list(collector)
+        assert len(assert_whole_in_a_row(kept[:], lambda lane, episode: length_of(OWN_LENGTHS, lane, episode))) > 6
+        stats = collector.stats()
+        assert stats["frames"] - stats["dropped_frames"] == kept.write_count
 
 
-def test_whole_episodes_of_idling_lanes(make: Make) -> None:
-    kept = buffer()
-    collector = make(
-        GymEnv(CountingVectorEnv(3, OWN_LENGTHS)),
-        replay_buffer=kept,
-        trajs_per_batch=1,
-        frames_per_batch=30,
-        total_frames=90,
-    )
-    list(collector)
-    assert len(assert_whole_in_a_row(kept[:], lambda lane, episode: length_of(OWN_LENGTHS, lane, episode))) > 6
-    stats = collector.stats()
-    assert stats["frames"] - stats["dropped_frames"] == kept.write_count
-
-
-def test_postproc_gets_whole_episodes(make: Make) -> None:
+def test_postproc_gets_whole_episodes_and_may_shorten_them(make: Make) -> None:
     shapes: list[Any] = []
-    collector = make(
-        CountingEnv((2,), 5),
-        replay_buffer=buffer(),
-        trajs_per_batch=1,
-        trajs_per_write=2,
-        total_frames=20,
-        postproc=lambda batch: shapes.append(tuple(batch.shape)) or batch,
-    )
-    list(collector)
-    assert shapes == [(10,), (10,)]
 
+    def every_other(batch: TensorDictBase) -> TensorDictBase:
+        shapes.append(tuple(batch.shape))
+        return batch[::2]
 
-def test_postproc_may_shorten_episodes(make: Make) -> None:
     kept = buffer(sampler=SliceSampler(slice_len=1), batch_size=20)
-    options: dict[str, Any] = {"postproc": lambda batch: batch[::2], "total_frames": 20}
-    list(make(CountingEnv((2,), 5), replay_buffer=kept, trajs_per_batch=1, **options))
+    options = {"trajs_per_batch": 1, "trajs_per_write": 2, "total_frames": 20}
+    list(make(CountingEnv((2,), 5), replay_buffer=kept, postproc=every_other, **options))
+    assert shapes == [(10,), (10,)]
     assert kept[:]["observation"][:, STEP].int().tolist() == [0, 2, 4, 1, 3] * 2
     assert kept.sample().shape == (20,)
-
-
-def test_episodes_have_no_place_in_a_storage_with_lanes() -> None:
-    with pytest.raises(ValueError, match="ndim"):
-        Collector(CountingEnv((2,)), frames_per_batch=10, trajs_per_batch=1, replay_buffer=buffer(ndim=2))
 
 
 def test_a_reset_gives_up_unfinished_episodes(make: Make) -> None:
@@ -660,6 +594,17 @@ def assert_slices_are_whole(batch: TensorDictBase, lengths: Callable[[int, int],
         assert (last | ~ended).all(), "a slice goes on behind the end of an episode"
 
 
+BETWEEN: dict[str, Callable[[Collector], Any]] = {
+    "": lambda collector: None,
+    "a rollout": lambda collector: collector.rollout(),
+    "a reset": lambda collector: collector.reset(),
+    "a state": lambda collector: collector.load_state_dict(collector.state_dict()),
+    "steps of others": lambda collector: collector.env.rollout(3),
+}
+"""What may come between two batches, and leaves no gap in a slice."""
+
+
+@pytest.mark.filterwarnings("ignore:.*was used elsewhere")
 @settings(max_examples=60, deadline=None)
 @given(
     lanes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
@@ -667,7 +612,7 @@ def assert_slices_are_whole(batch: TensorDictBase, lengths: Callable[[int, int],
     steps=st.integers(1, 12),
     lengths=st.lists(st.integers(1, 15), min_size=1, max_size=4),
     capacity=st.integers(10, 300),
-    turns=st.lists(st.integers(0, 2), min_size=1, max_size=25),
+    turns=st.lists(st.tuples(st.integers(0, 2), st.sampled_from(sorted(BETWEEN))), min_size=1, max_size=25),
     slice_len=st.integers(1, 6),
     ids=st.booleans(),
     extend=st.booleans(),
@@ -678,7 +623,7 @@ def test_slices_of_many_lanes_and_collectors_are_whole(
     steps: int,
     lengths: list[int],
     capacity: int,
-    turns: list[int],
+    turns: list[tuple[int, str]],
     slice_len: int,
     ids: bool,
     extend: bool,
@@ -692,8 +637,10 @@ def test_slices_of_many_lanes_and_collectors_are_whole(
         env.first_lane = 100 * number
         options = {"frames_per_batch": steps * count, "track_traj_ids": ids, "extend_buffer": extend}
         collectors.append(Collector(env, replay_buffer=kept, **options))
-    for turn in turns:
-        collectors[turn % len(collectors)].next()
+    for turn, between in turns:
+        collector = collectors[turn % len(collectors)]
+        collector.next()
+        BETWEEN[between](collector)
         batch = kept.sample(8 * slice_len)
         assert_slices_are_whole(batch, lambda lane, episode: length_of(lengths, lane, episode))
     for collector in collectors:
@@ -702,11 +649,13 @@ def test_slices_of_many_lanes_and_collectors_are_whole(
 
 @pytest.mark.parametrize(("lanes", "ndim"), [((), 1), ((1,), 1), ((3,), 2), ((2, 2), 3)])
 def test_slices_go_on_over_batches_where_frames_lie_in_order(make: Make, lanes: tuple[int, ...], ndim: int) -> None:
+    """The last frame of each is marked as done."""
     kept = buffer(ndim=ndim, sampler=SliceSampler(slice_len=50))
     list(make(CountingEnv(lanes, 1000), replay_buffer=kept, frames_per_batch=12, total_frames=240))
     batch = kept.sample(500)
     assert_slices_are_whole(batch)
-    assert batch.get(after(TRUNCATED)).sum() == 10
+    for ending in (TRUNCATED, DONE):
+        assert batch.get(after(ending))[:, 0].nonzero()[:, 0].tolist() == list(range(49, 500, 50))
 
 
 def test_slices_of_flattened_lanes_are_as_long_as_a_batch_at_most(make: Make) -> None:
@@ -743,60 +692,20 @@ def test_slices_of_two_collectors_that_give_the_same_ids(make: Make, storage: st
         assert_slices_are_whole(kept.sample(150))
 
 
-BETWEEN: dict[str, Callable[[Collector], Any]] = {
-    "a rollout": lambda collector: collector.rollout(),
-    "a reset": lambda collector: collector.reset(),
-    "a state": lambda collector: collector.load_state_dict(collector.state_dict()),
-    "steps of others": lambda collector: collector.env.rollout(3),
-}
-
-
-@pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("ids", [True, False])
-@pytest.mark.parametrize(("lanes", "ndim"), [((), 1), ((2,), 1), ((2,), 2)])
-@pytest.mark.filterwarnings("ignore:.*was used elsewhere")
-def test_slices_have_no_gap_where_something_came_between(
-    make: Make, between: str, ids: bool, lanes: tuple[int, ...], ndim: int
-) -> None:
-    kept = buffer(ndim=ndim, sampler=SliceSampler(slice_len=4))
-    collector = make(CountingEnv(lanes, 1000), replay_buffer=kept, track_traj_ids=ids, frames_per_batch=10)
-    for _ in range(4):
-        collector.next()
-        BETWEEN[between](collector)
-    for _ in range(5):
-        assert_slices_are_whole(kept.sample(200))
-
-
-@pytest.mark.parametrize("ids", [True, False])
-def test_slices_have_no_gap_where_each_batch_begins_anew(make: Make, ids: bool) -> None:
-    kept = buffer(sampler=SliceSampler(slice_len=4))
-    options = {"track_traj_ids": ids, "reset_at_each_iter": True, "total_frames": 60}
-    list(make(CountingEnv(lengths=1000), replay_buffer=kept, **options))
-    for _ in range(5):
-        assert_slices_are_whole(kept.sample(200))
-
-
-def test_slices_of_whole_episodes(make: Make) -> None:
+@pytest.mark.parametrize(
+    ("env", "options", "lengths"),
+    [
+        (lambda: CountingEnv(lengths=1000), {"reset_at_each_iter": True}, 1000),
+        (lambda: GymEnv(CountingVectorEnv(3, OWN_LENGTHS)), {"frames_per_batch": 30}, OWN_LENGTHS),
+        (lambda: CountingEnv((3,), [2, 5, 9]), {"trajs_per_batch": 1, "frames_per_batch": 30}, [2, 5, 9]),
+    ],
+    ids=["each batch begins anew", "idling lanes", "whole episodes"],
+)
+def test_slices_are_whole_however_frames_came(make: Make, env: Any, options: Any, lengths: Any, ids: bool) -> None:
     kept = buffer(200, sampler=SliceSampler(slice_len=3))
-    stream = iter(make(CountingEnv((3,), [2, 5, 9]), replay_buffer=kept, trajs_per_batch=1, frames_per_batch=30))
-    for _ in range(30):
-        next(stream)
-        batch = kept.sample(60)
-        assert_slices_are_whole(batch, lambda lane, episode: [2, 5, 9][episode % 3])
-
-
-@pytest.mark.parametrize("ids", [True, False])
-def test_slices_of_idling_lanes(make: Make, ids: bool) -> None:
-    kept = buffer(sampler=SliceSampler(slice_len=3))
-    env: EnvBase = GymEnv(CountingVectorEnv(3, OWN_LENGTHS))
-    stream = iter(make(env, replay_buffer=kept, frames_per_batch=30, track_traj_ids=ids))
-    for _ in range(20):
-        next(stream)
-        assert_slices_are_whole(kept.sample(60), lambda lane, episode: length_of(OWN_LENGTHS, lane, episode))
-
-
-def test_slices_mark_their_last_frame_as_done(make: Make) -> None:
-    kept = buffer(sampler=SliceSampler(slice_len=4))
-    list(make(CountingEnv((2,), 1000), replay_buffer=kept, frames_per_batch=20, total_frames=40))
-    batch: TensorDict = kept.sample(40)
-    assert batch[NEXT, DONE][:, 0].nonzero()[:, 0].tolist() == list(range(3, 40, 4))
+    ids = ids or "trajs_per_batch" in options  # which needs them
+    collector = make(env(), replay_buffer=kept, track_traj_ids=ids, **options)
+    for _ in range(25):
+        collector.next()
+        assert_slices_are_whole(kept.sample(60), lambda lane, episode: length_of(lengths, lane, episode))

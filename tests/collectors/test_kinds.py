@@ -30,7 +30,13 @@ def env_object(kind: Kind) -> None:
 def single_answer(kind: Kind) -> None:
     """What is asked for by name is given as it is, and not in a list with one for each worker."""
     with kind.build() as collector:
-        assert collector.get_distant_attr("env.lengths") == 5
+        assert collector.get_distant_attr("env.num_lanes") == 1
+
+
+def one_env(kind: Kind) -> None:
+    """What was given is the env, in each worker, and not one of those that it is made of."""
+    with kind.build() as collector:
+        assert collector.getattr_env("lengths") in (5, [5] * kind.workers)
 
 
 def own_policy(kind: Kind) -> None:
@@ -104,6 +110,7 @@ ABILITIES: dict[str, Callable[[Kind], None]] = {
         keep_env_open,
         env_object,
         single_answer,
+        one_env,
         own_policy,
         any_buffer,
         share_objects,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 import weakref
 from typing import Any
@@ -11,14 +12,14 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from common import actor, first_steps, ids_of, layout, rows
+from common import buffer, first_steps, ids_of, net
 from gymnasium import spaces as gs
-from kinds import ALL, ASYNC_HERE, HERE, SINGLE, SYNC_HERE, Kind, Make, over
+from kinds import ALL, ASYNC_HERE, HERE, MIXED, ONE_ASYNC, Kind, Make, over
 from tensordict import TensorDictBase
 from torch.utils.data import DataLoader
 
 from swath.collectors import Collector, PolicyVersion
-from swath.envs import GymEnv, SerialEnv
+from swath.envs import GymEnv
 from swath.errors import ClosedError, PolicyError
 from swath.testing import CountingEnv, CountingGymEnv, FaultyError, FaultyGymEnv, assert_frames_belong
 
@@ -27,7 +28,7 @@ LONG = {"lengths": 1000}
 # -- iterating ------------------------------------------------------------------------------------------------------
 
 
-@over(ALL)
+@over(MIXED)
 def test_all_ways_of_iterating_go_on_with_one_stream(make: Make, kind: Kind) -> None:
     collector = make(**LONG, batches=7, workers=min(1, kind.workers))
     seen = [collector.next()]
@@ -41,18 +42,24 @@ def test_all_ways_of_iterating_go_on_with_one_stream(make: Make, kind: Kind) -> 
     assert collector.next() is None
 
 
-@over(HERE)
+@over([*ALL, ONE_ASYNC])
 def test_exhausted_means_nothing_more(make: Make, kind: Kind) -> None:
-    collector = make(batches=2)
-    assert len(list(collector)) == 2
+    """Envs are closed, and workers have ended."""
+    collector = make(batches=4)
+    pids = collector.worker_pids if "share_objects" in kind.cannot else []
+    assert sum(batch.numel() for batch in collector) == collector.config.total_frames
     assert list(collector) == []
-    assert collector.next() is None
-    assert collector.next() is None
+    assert collector.next() is collector.next() is None
     assert collector.closed
-    assert kind.workers or collector.env.is_closed
     assert collector.stats()["completed"]
-    with pytest.raises(RuntimeError, match=r"shut down|make a new"):
-        collector.rollout()
+    assert kind.workers or collector.env.is_closed
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    calls = [collector.rollout, lambda: collector.update_policy_weights_(net()), lambda: collector.set_seed(1)]
+    for call in calls if pids else calls[:1]:
+        with pytest.raises(RuntimeError, match=r"shut down|make a new"):
+            call()
 
 
 @over(HERE)
@@ -114,65 +121,11 @@ def test_an_episode_that_ends_in_frames_that_were_taken_is_given_up(make: Make) 
     assert rest == [3, 4, 5]
 
 
-# -- resetting ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "index"),
-    [
-        *((kind, index) for kind in (SINGLE, SYNC_HERE) for index in ([1], torch.tensor([1]))),
-        *((kind, torch.tensor([False, True, False])) for kind in (SINGLE, SYNC_HERE)),
-        (SYNC_HERE, 1),
-        (SYNC_HERE, [False, True, False]),
-    ],
-    ids=str,
-)
-def test_reset_of_some_lanes_leaves_the_others(kind: Kind, index: Any) -> None:
-    """Lane and worker have the same number here."""
-    with kind.make(3, 1000, steps=5) as collector:
-        first = rows(collector.next())
-        collector.reset(index)
-        batch = rows(collector.next())
-        assert first_steps(batch) == [5, 0, 5]
-        went_on = first["collector", "traj_ids"][:, -1] == batch["collector", "traj_ids"][:, 0]
-        assert went_on.tolist() == [True, False, True]
-        assert not ids_of([batch[1:2]]) & ids_of([first])
-        collector.reset([])
-        assert first_steps(collector.next()) == [10, 5, 10]
-        collector.reset()
-        assert first_steps(collector.next()) == [0, 0, 0]
-        if kind.workers:
-            collector.reset(reset_idx=[True, False, False])  # the name that TorchRL has for workers
-            assert first_steps(collector.next()) == [0, 5, 5]
-
-
-@over([SYNC_HERE])
-def test_reset_of_workers_that_are_not_there_is_refused(make: Make) -> None:
-    collector = make()
-    for index in ([True, False, True], [2]):
-        with pytest.raises((ValueError, IndexError), match="2"):
-            collector.reset(index)
-    assert collector.next().shape == (2, 10)
-
-
-def test_reset_of_some_lanes_needs_lanes(make: Make) -> None:
-    with pytest.raises(RuntimeError, match="no batch dimension"):
-        make().reset([0])
-
-
 # -- the end --------------------------------------------------------------------------------------------------------
 
 
-@over(HERE)
-def test_a_with_block_shuts_down(kind: Kind) -> None:
-    with kind.build() as collector:
-        collector.next()
-    assert collector.closed
-    assert kind.workers or collector.env.is_closed
-
-
 @pytest.mark.parametrize("name", ["shutdown", "async_shutdown"])
-@over(HERE, needs="keep_env_open")
+@over(HERE, needs="keep_env_open env_object")
 def test_shutdown_may_leave_the_env_open(make: Make, name: str) -> None:
     env = CountingEnv(**LONG)
     collector = make(env)
@@ -183,7 +136,7 @@ def test_shutdown_may_leave_the_env_open(make: Make, name: str) -> None:
     assert first_steps(make(env).next()) == [0]  # another collector may use it
 
 
-@over(ALL)
+@over(MIXED)
 def test_shutdown_twice_and_in_the_middle_of_a_loop(make: Make) -> None:
     collector = make()
     seen = 0
@@ -233,54 +186,31 @@ def test_a_forgotten_collector_leaves_the_users_env_open_and_closes_its_own() ->
 
 
 @over(HERE)
-def test_batches_outlive_their_collector(kind: Kind) -> None:
-    collector = kind.build()
-    batch = collector.next()
-    kept = batch.clone()
-    collector.shutdown()
+def test_a_with_block_shuts_down_and_batches_outlive_their_collector(kind: Kind) -> None:
+    with kind.build() as collector:
+        batch = collector.next()
+        kept = batch.clone()
+    assert collector.closed
+    assert kind.workers or collector.env.is_closed
     del collector
     gc.collect()
     assert (batch == kept).all()
 
 
 @over(HERE)
-def test_background_collection_needs_a_buffer(make: Make) -> None:
+def test_background_collection_needs_a_buffer_and_a_start(make: Make, kind: Kind) -> None:
     collector = make()
     assert not collector.is_running()
     with pytest.raises(RuntimeError, match=r"start\(\).*replay buffer"):
         collector.start()
-    with pytest.raises(RuntimeError), collector.pause():
-        pass
+    for other in (collector, make(replay_buffer=buffer())):
+        with pytest.raises(RuntimeError, match="start"), other.pause():
+            pass
     assert not collector.is_running()
     assert set(first_steps(collector.next())) == {0}
 
 
-def test_after_shutdown_state_and_stats_can_still_be_read(make: Make) -> None:
-    collector = make(None, actor())
-    collector.next()
-    collector.shutdown()
-    assert collector.stats()["frames"] == collector.state_dict()["frames"] == 10
-
-
 # -- the layout -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"max_frames_per_traj": 3, "track_policy_version": True},
-        {"track_traj_ids": False, "compact_obs": True},
-        {"storing_device": "cpu"},
-        {"env": lambda: SerialEnv(2, CountingEnv), "lanes": 2},
-    ],
-    ids=list,
-)
-def test_fake_tensordict_has_the_layout_of_a_batch(make: Make, options: dict[str, Any]) -> None:
-    collector = make(policy=actor(), **options)
-    fake = collector.fake_tensordict()
-    assert layout(fake) == layout(collector.next())
-    assert all(not fake.get(key).any() for key in fake.keys(True, True))
 
 
 @over(HERE)
@@ -299,7 +229,7 @@ def test_what_the_policy_keeps_to_itself_is_not_delivered(make: Make) -> None:
     assert ("_out", "secret") not in set(batch.keys(True, True))
 
 
-@over(HERE)
+@over(HERE, needs="one_env")
 def test_what_a_policy_writes_for_itself_comes_back_to_it(make: Make, kind: Kind) -> None:
     """As noise processes do it: under private names, absent at first."""
 
@@ -346,7 +276,7 @@ def test_a_closed_env_is_refused(make: Make) -> None:
         make(env)
 
 
-@over(HERE)
+@over(HERE, needs="one_env")
 def test_a_policy_that_changes_its_kind_of_numbers_is_told(make: Make, kind: Kind) -> None:
     calls = []
 

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from common import actor, buffer, first_steps, keys, layout, net, rows
-from kinds import ALL, ASYNC_HERE, EVERY, FREE, HERE, SINGLE, SPREAD, SYNC, SYNC_HERE, Kind, Make, over
+from common import actor, buffer, first_steps, ids_of, keys, layout, net, rows
+from kinds import ALL, ASYNC_HERE, EVERY, HERE, SINGLE, SYNC, SYNC_HERE, Kind, Make, over
 from tensordict import TensorDictBase
-from torch import nn
 
 from swath.collectors import PolicyVersion
-from swath.testing import CountingGymEnv
-
-# -- resets ---------------------------------------------------------------------------------------------------------
+from swath.envs import SerialEnv
+from swath.keys import TRAJ_IDS
+from swath.testing import CountingEnv
 
 
 @pytest.mark.parametrize(
@@ -24,7 +23,7 @@ from swath.testing import CountingGymEnv
     [[1, 2], torch.tensor([1, 2]), torch.tensor([False, True, True, False]), [False, True, True, False]],
     ids=["list", "tensor", "mask", "list of flags"],
 )
-@over([SINGLE, SYNC_HERE, SYNC])
+@over([SINGLE, SYNC_HERE])
 def test_reset_addresses_lanes_over_all_workers(make: Make, kind: Kind, index: Any) -> None:
     """Of two workers with two lanes each, lane 1 is the second of the first, and lane 2 the first of the next."""
     collector = make(lanes=4 // max(1, kind.workers), lengths=1000)
@@ -32,19 +31,31 @@ def test_reset_addresses_lanes_over_all_workers(make: Make, kind: Kind, index: A
     collector.reset(index)
     batch = rows(collector.next())
     assert first_steps(batch) == [10, 0, 0, 10]
-    went_on = first["collector", "traj_ids"][:, -1] == batch["collector", "traj_ids"][:, 0]
+    went_on = first[TRAJ_IDS][:, -1] == batch[TRAJ_IDS][:, 0]
     assert went_on.tolist() == [True, False, False, True]
+    assert not ids_of([batch[1:3]]) & ids_of([first])
+    collector.reset([])
+    assert first_steps(collector.next()) == [20, 10, 10, 20]
+    collector.reset()
+    assert first_steps(collector.next()) == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("worker", [1, [1]], ids=str)
 @over([SYNC_HERE, SYNC])
-def test_reset_of_workers_begins_anew_in_all_their_lanes(make: Make, worker: Any) -> None:
+def test_reset_of_workers_begins_anew_in_all_their_lanes(make: Make) -> None:
+    """Without lanes, a worker is one; `reset_idx` is the name that TorchRL has for workers."""
     collector = make(lanes=2, lengths=1000)
-    collector.next()
-    collector.reset(worker=worker)
-    assert first_steps(collector.next()) == [10, 10, 0, 0]
+    for number, worker in enumerate((1, [1]), start=1):
+        collector.next()
+        collector.reset(worker=worker)
+        assert first_steps(collector.next()) == [20 * number - 10, 20 * number - 10, 0, 0]
     collector.reset(worker=[0, 1])
     assert first_steps(collector.next()) == [0, 0, 0, 0]
+    one_lane = make(lengths=1000, workers=3)
+    one_lane.next()
+    one_lane.reset(1)
+    assert first_steps(one_lane.next()) == [10, 0, 10]
+    one_lane.reset(reset_idx=[True, False, False])
+    assert first_steps(one_lane.next()) == [0, 10, 20]
 
 
 @over([ASYNC_HERE])
@@ -63,45 +74,25 @@ def test_reset_of_what_is_not_there_is_refused(make: Make, kind: Kind) -> None:
     collector = make(lanes=2)
     lanes = 2 * max(1, kind.workers)
     for arguments in ({"index": [lanes]}, {"index": [True] * (lanes + 1)}, {"worker": max(1, kind.workers)}):
-        with pytest.raises((ValueError, IndexError)):
+        with pytest.raises((ValueError, IndexError), match=str(lanes) if "index" in arguments else "worker"):
             collector.reset(**arguments)
     assert set(first_steps(collector.next())) == {0}
+    if not kind.workers and not kind.many_envs:
+        with pytest.raises(RuntimeError, match="no batch dimension"):
+            make().reset([0])
 
 
-# -- versions -------------------------------------------------------------------------------------------------------
-
-
-@over(ALL)
-def test_the_version_is_a_number_whether_frames_carry_it_or_not(make: Make) -> None:
-    for options in ({}, {"track_policy_version": False}, {"track_policy_version": PolicyVersion()}):
-        collector = make(None, net(), **options)
-        for version in range(3):
-            assert collector.policy_version == collector.get_policy_version() == version
-            assert collector.stats()["policy_version"] == version
-            collector.update_policy_weights_()
-        collector.increment_version()
-        assert collector.policy_version == 4
-
-
+@pytest.mark.parametrize("tracked", [None, False, PolicyVersion()], ids=["default", "off", "on"])
 @over(HERE)
-def test_frames_carry_the_version_only_where_that_is_asked_for(make: Make) -> None:
-    assert "policy_version" not in keys(make(None, net(), track_policy_version=False).next())
-    assert "policy_version" in keys(make(None, net(), track_policy_version=PolicyVersion()).next())
-
-
-# -- background -----------------------------------------------------------------------------------------------------
-
-
-@over(FREE)
-def test_pause_before_start_is_refused(make: Make) -> None:
-    collector = make(replay_buffer=buffer())
-    with pytest.raises(RuntimeError, match="start"), collector.pause():
-        pass
-    with pytest.raises(RuntimeError, match="start"), make().pause():
-        pass
-
-
-# -- the end --------------------------------------------------------------------------------------------------------
+def test_the_version_is_a_number_whether_frames_carry_it_or_not(make: Make, tracked: Any) -> None:
+    own = net()
+    collector = make(None, own, **({} if tracked is None else {"track_policy_version": tracked}))
+    for version, arguments in enumerate([(), (own,), (net(5.0),), (net(6.0).state_dict(),), ()], start=1):
+        collector.update_policy_weights_(*arguments)
+        assert collector.policy_version == collector.get_policy_version() == version
+        assert collector.stats()["policy_version"] == version
+    collector.increment_version()
+    assert collector.policy_version == 6
 
 
 @over([kind for kind in EVERY if "keep_env_open" in kind.cannot])
@@ -112,23 +103,19 @@ def test_envs_of_workers_cannot_be_kept_open(make: Make) -> None:
     assert collector.next() is not None, "it is none the worse for it"
 
 
-# -- the layout -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        {"lanes": 2},
+        {"env": lambda: SerialEnv(2, CountingEnv), "lanes": 2},
         {"max_frames_per_traj": 3, "track_policy_version": PolicyVersion()},
-        {"track_traj_ids": False, "compact_obs": True},
-        {"storing_device": "cpu"},
+        {"track_traj_ids": False, "compact_obs": True, "storing_device": "cpu"},
     ],
-    ids=str,
+    ids=", ".join,
 )
 @over(EVERY)
 def test_fake_tensordict_is_zeros_with_the_layout_of_a_batch(make: Make, options: dict[str, Any]) -> None:
-    collector = make(None, actor(), **options)
+    collector = make(policy=actor(), **options)
     fake = collector.fake_tensordict()
     assert layout(fake) == layout(collector.next())
     assert all(not fake.get(key).any() for key in fake.keys(True, True))
@@ -142,155 +129,62 @@ def test_fake_tensordict_is_joined_as_batches_are(make: Make, how: Any, shape: t
     assert layout(collector.fake_tensordict()) == layout(collector.next())
 
 
-# -- numbers --------------------------------------------------------------------------------------------------------
-
-
 @over(EVERY)
 def test_stats_have_the_same_keys(make: Make, kind: Kind) -> None:
     collector = make(batches=4)
     first = set(collector.stats())
     list(collector)
-    wanted = {
-        "frames",
-        "batches",
-        "episodes",
-        "total_frames",
-        "completed",
-        "requested_frames_per_batch",
-        "policy_version",
-        "pending_frames",
-        "dropped_frames",
-        "lost_frames",
-        "workers",
-        "workers_alive",
-        "worker_restarts",
-        "time/env",
-        "time/policy",
-        "time/bookkeeping",
-    }
-    assert wanted <= first
+    counts = ["frames", "batches", "episodes", "total_frames", "completed", "requested_frames_per_batch"]
+    workers = ["policy_version", "pending_frames", "dropped_frames", "lost_frames", "workers", "workers_alive"]
+    times = ["worker_restarts", "time/env", "time/policy", "time/bookkeeping"]
+    assert {*counts, *workers, *times} <= first
     with SYNC_HERE.build(batches=4) as other:
         common = set(other.stats())
-    assert {name for name in first ^ common if "lag" not in name and name != "waiting_batches"} == set()
+    own = {name for name in first ^ common if "lag" not in name and not name.startswith("server/")}
+    assert own <= {"waiting_batches"}
     assert ("policy_lag" in collector.stats()) == (not kind.joins)
-
-
-def test_a_collector_without_workers_counts_as_one(make: Make) -> None:
-    collector = make(batches=4)
-    stats = collector.stats()
-    assert (stats["workers"], stats["workers_alive"], stats["worker_restarts"]) == (1, 1, 0)
-    list(collector)
-    assert collector.stats()["lost_frames"] == 0
-    assert collector.stats()["workers_alive"] == 0
-
-
-@over(HERE)
-def test_stats_of_each_worker(make: Make, kind: Kind) -> None:
-    collector = make(batches=4)
-    list(collector)
-    each = collector.stats(workers="per_worker")
-    assert {name.partition("/")[0] for name in each} == {f"worker_{n}" for n in range(max(1, kind.workers))}
-    assert collector.stats(workers="both") == {**collector.stats(), **each}
-
-
-# -- attributes -----------------------------------------------------------------------------------------------------
-
-
-@over(ALL)
-def test_answers_are_the_object_itself_or_one_for_each_worker(make: Make, kind: Kind) -> None:
-    """As in TorchRL."""
-    collector = make(lengths=7)
-    wanted: Any = [7] * kind.workers if kind.workers else 7
-    assert collector.get_distant_attr("env.lengths") == wanted
-    assert collector.cascade_execute("getattr_env", "lengths") == wanted
-    assert collector.getattr_env("lengths") == 7, "of the first worker"
-    assert collector.map_fn("getattr_env", [("lengths",)] * max(1, kind.workers)) == [7] * max(1, kind.workers)
-
-
-# -- hooks ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("writes", [False, True], ids=["delivered", "written"])
 @over(ALL)
-def test_post_collect_hook_gets_the_batch_as_it_was_collected(
+def test_hooks_and_post_processing_run_where_they_should_and_in_order(
     make: Make, kind: Kind, writes: bool, tmp_path: Path
 ) -> None:
-    """Where the rollout was made, after `pre_collect_hook`, before it is split, post-processed, or written."""
-    calls = tmp_path / "calls"
+    """Hooks where the rollout is made, on the batch as it was collected; post-processing there only if it is written.
+
+    What was collected is split and post-processed after `post_collect_hook`, and then written.
+    """
+    calls, kept = tmp_path / "calls", buffer() if writes else None
 
     def note(call: str) -> None:
         with calls.open("a") as file:
-            file.write(f"{call}\n")
+            file.write(f"{os.getpid()} {call}\n")
 
-    def postproc(batch: TensorDictBase) -> TensorDictBase:
-        note("postproc")
-        return batch.set("seen", torch.ones(*batch.shape, 1))
+    def hook(batch: TensorDictBase) -> None:
+        note(f"post {tuple(batch.shape)}")
+        assert "seen" not in keys(batch)
+        assert kind.workers or kept is None or kept.write_count == 10 * (calls.read_text().count("post ") - 1)
 
     collector = make(
         batches=2,
         split_trajs=True,
-        postproc=postproc,
-        pre_collect_hook=lambda: note(f"pre {os.getpid()}"),
-        post_collect_hook=lambda batch: note(f"post {os.getpid()} {tuple(batch.shape)} {'seen' in keys(batch)}"),
-        replay_buffer=buffer() if writes else None,
-    )
-    pids = {str(pid) for pid in collector.worker_pids} if kind in SPREAD else {str(os.getpid())}
-    list(collector)
-    noted = [line.split(maxsplit=2) for line in calls.read_text().splitlines()]
-    hooks = [line for line in noted if line[0] != "postproc"]
-    assert {line[1] for line in hooks} == pids
-    assert {line[2] for line in hooks if line[0] == "post"} == {"(10,) False"}
-    for pid in pids:
-        own = [line[0] for line in hooks if line[1] == pid]
-        assert own == ["pre", "post"] * (len(own) // 2)
-    assert len(noted) > len(hooks)
-
-
-def test_hooks_and_post_processing_come_in_order(make: Make) -> None:
-    calls: list[Any] = []
-    kept = buffer()
-    collector = make(
+        postproc=lambda batch: (note("postproc"), batch.set("seen", torch.ones(*batch.shape, 1)))[1],
+        pre_collect_hook=lambda: note("pre"),
+        post_collect_hook=hook,
         replay_buffer=kept,
-        batches=2,
-        pre_collect_hook=lambda: calls.append("pre"),
-        postproc=lambda batch: calls.append("postproc") or batch,
-        post_collect_hook=lambda batch: calls.append(("post", kept.write_count)),
+        **({"init_fn": lambda: note("init")} if kind.workers else {}),
     )
+    here = str(os.getpid())
+    pids = {str(pid) for pid in collector.worker_pids} if "share_objects" in kind.cannot else {here}
     list(collector)
-    assert calls == ["pre", ("post", 0), "postproc", "pre", ("post", 10), "postproc"]
-
-
-# -- arguments ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [1, "int", PolicyVersion])
-@over([SINGLE, SYNC_HERE, ASYNC_HERE])
-def test_a_wrong_kind_of_track_policy_version_is_refused(make: Make, value: Any) -> None:
-    with pytest.raises(TypeError, match="track_policy_version must be"):
-        make(track_policy_version=value)
-
-
-@pytest.mark.parametrize("value", ["gpu", 2.5])
-@over([SINGLE, SYNC_HERE, ASYNC_HERE])
-def test_what_is_no_storing_device_is_refused(make: Make, value: Any) -> None:
-    with pytest.raises(ValueError, match="storing_device"):
-        make(storing_device=value)
-
-
-@over(HERE)
-def test_a_function_of_tensors_has_no_weights(make: Make) -> None:
-    collector = make(None, lambda observation: observation[..., :2])
-    for source in ((), (net(),)):
-        with pytest.raises(RuntimeError, match="no weights"):
-            collector.update_policy_weights_(*source)
-
-
-@over(HERE)
-def test_a_collector_may_be_made_in_inference_mode(make: Make) -> None:
-    with torch.inference_mode():
-        collector = make(CountingGymEnv, net(1.0))
-        inside = collector.next()
-    layer = nn.Linear(3, 1)
-    for batch in (inside, collector.next()):
-        layer(batch["observation"]).sum().backward()
-        assert not batch["observation"].is_inference()
+    noted = [line.split(maxsplit=1) for line in calls.read_text().splitlines()]
+    assert {pid for pid, call in noted if call == "postproc"} == (pids if writes else {here})
+    for pid in pids:
+        own = [call for who, call in noted if who == pid]
+        hooks = [call for call in own if call not in ("init", "postproc")]
+        assert hooks == ["pre", "post (10,)"] * (len(hooks) // 2)
+        assert hooks
+        assert ("init" in own) == (kind.workers > 0)
+        if not kind.workers or (writes and pid != here):
+            assert own[own.count("init") :] == ["pre", "post (10,)", "postproc"] * (len(hooks) // 2)
+    assert kept is None or (kept[:]["seen"] == 1).all()

@@ -35,39 +35,22 @@ def test_warm_up_is_not_recorded(make: Make, warmup: int, recorded: int) -> None
     assert calls == recorded
 
 
-def test_other_workers_are_not_traced(make: Make, tmp_path: Any) -> None:
-    collector = make(**TEN, worker_idx=1)
-    collector.enable_profile(workers=[0], save_path=str(tmp_path / "trace.json"), **QUICK)
-    assert len(list(collector)) == 10
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_previous_hook_is_still_called_and_comes_back(make: Make) -> None:
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_previous_hook_is_still_called_and_comes_back(make: Make, times: int) -> None:
+    """Enabled twice, there is one profiler."""
     seen: list[Any] = []
     collector = make(**TEN, post_collect_hook=seen.append)
     assert collector.profile_config is None
-    collector.enable_profile(num_rollouts=2, on_trace_ready=lambda profile: None, **QUICK)
-    assert collector.profile_config == ProfileConfig(
-        num_rollouts=2, on_trace_ready=collector.profile_config.on_trace_ready, **QUICK
-    )
+    options = {"num_rollouts": 2, "on_trace_ready": lambda profile: None, **QUICK}
+    for _ in range(times):
+        collector.enable_profile(**options)
+    assert collector.profile_config == ProfileConfig(**options)
     collector.next()
     assert len(seen) == 1
     collector.disable_profile()
     assert collector.profile_config is None
     assert collector.post_collect_hook == seen.append
     collector.disable_profile()
-    collector.shutdown()
-
-
-def test_enabling_twice_keeps_one_profiler(make: Make) -> None:
-    seen: list[Any] = []
-    collector = make(**TEN, post_collect_hook=seen.append)
-    for _ in range(2):
-        collector.enable_profile(num_rollouts=2, on_trace_ready=lambda profile: None, **QUICK)
-    collector.next()
-    collector.disable_profile()
-    assert collector.post_collect_hook == seen.append
-    collector.shutdown()
 
 
 def test_shutdown_writes_what_there_is(make: Make) -> None:
@@ -87,6 +70,13 @@ def test_chosen_workers_are_traced(make: Make, tmp_path: Any) -> None:
     assert len(list(collector)) == 10
     assert [file.name for file in tmp_path.iterdir()] == ["trace_1.json"]
     assert json.loads((tmp_path / "trace_1.json").read_text())["traceEvents"]
+
+
+def test_other_workers_are_not_traced(make: Make, tmp_path: Any) -> None:
+    collector = make(**TEN, worker_idx=1)
+    collector.enable_profile(workers=[0], save_path=str(tmp_path / "trace.json"), **QUICK)
+    assert len(list(collector)) == 10
+    assert list(tmp_path.iterdir()) == []
 
 
 @over(HERE)

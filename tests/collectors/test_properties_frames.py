@@ -1,33 +1,44 @@
-"""Whatever is asked of a collector, every frame is where a plain simulation of the same envs says it belongs."""
+"""Whatever is asked of a collector, every frame is where a plain simulation of the same envs says it belongs.
+
+`trajs_per_batch` delivers whole episodes, in the order in which they end, and loses no frame without counting it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from counting_layouts import LAYOUTS
-from counting_reference import CountingReference, assert_holds
+from counting_reference import CountingReference, Frame, assert_holds
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from inside import recent_episodes
+from tensordict import TensorDictBase
 
 from swath.collectors import Collector
+from swath.keys import MASK, TRAJ_IDS
 from swath.testing.counting import KINDS
 
 IDLING = "idling vector env"
 
 
-@dataclass
-class StopAt:
-    """An interruptor that stops a rollout after so many steps; None lets it end by itself."""
+class Stops:
+    """An interruptor that ends rollouts after the numbers of steps given, in turn; None lets one end by itself."""
 
-    steps: int | None = None
-    made: int = 0
+    def __init__(self, steps: list[int | None]) -> None:
+        self.steps, self.made, self.rollout = steps or [None], 0, -1
+
+    def begin(self) -> None:
+        self.made, self.rollout = 0, self.rollout + 1
+
+    def of(self, rollout: int) -> int | None:
+        return self.steps[rollout % len(self.steps)]
 
     def collection_stopped(self) -> bool:
         self.made += 1
-        return self.made == self.steps
+        return self.made == self.of(self.rollout)
 
 
 @dataclass
@@ -38,32 +49,33 @@ class Scenario:
     kind: str
     truncate: bool
     steps: int
+    count: int | None
+    """`trajs_per_batch`."""
     options: dict[str, Any]
-    acts: list[tuple[str, Any]] = field(default_factory=list)
+    stops: list[int | None]
+    acts: list[tuple[str, Any]]
 
 
 @st.composite
-def scenarios(draw: Any) -> Scenario:
+def scenarios(draw: Any, counts: Any, totals: Any) -> Scenario:
     layout = draw(st.sampled_from(sorted(LAYOUTS)))
-    lanes = draw(st.integers(1, 3))
-    total = {"custom grid": 2 * lanes, "SerialEnv of batches": 2 * lanes}.get(layout, lanes)
-    total = 1 if layout.startswith("one") else total
+    lanes, steps, count = draw(st.integers(1, 3)), draw(st.integers(1, 8)), draw(counts)
     idles = layout == IDLING
-    lengths = st.lists(st.integers(1, 9), min_size=1, max_size=4)
-    steps = draw(st.integers(1, 8))
     options: dict[str, Any] = {
         "max_frames_per_traj": None if idles else draw(st.none() | st.integers(1, 6)),
-        "total_frames": draw(st.just(-1) | st.integers(1, 40)),
+        "total_frames": draw(totals),
         "reset_at_each_iter": draw(st.booleans()),
         "set_truncated": draw(st.booleans()),
         "compact_obs": draw(st.booleans()),
         "worker_idx": draw(st.none() | st.integers(0, 3)),
     }
-    some = st.lists(st.integers(0, total - 1), min_size=1, max_size=total)
-    parts = st.nothing() if idles or layout.startswith("one") else some.map(lambda lanes: ("reset", lanes))
+    if count is not None:
+        options |= {"trajs_per_batch": count, "traj_format": draw(st.sampled_from(["padded", "cat"]))}
+    some = st.lists(st.integers(0, lanes - 1), min_size=1, max_size=lanes)
+    parts = st.nothing() if idles or layout.startswith("one") else some.map(lambda rows: ("reset", rows))
     act = st.one_of(
-        st.tuples(st.just("batch"), st.none() | st.integers(1, steps)),
-        st.tuples(st.just("batch"), st.none()),
+        st.just(("batch", None)),
+        st.just(("batch", None)),
         st.just(("reset", None)),
         st.tuples(st.just("seed"), st.integers(0, 9)),
         parts,
@@ -71,12 +83,14 @@ def scenarios(draw: Any) -> Scenario:
     return Scenario(
         layout=layout,
         lanes=lanes,
-        lengths=draw(st.lists(lengths, min_size=total, max_size=total)),
+        lengths=draw(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=6, max_size=6)),
         kind=draw(st.sampled_from(KINDS)),
         truncate=draw(st.booleans()),
         steps=steps,
+        count=count,
         options=options,
-        acts=[("batch", None), *draw(st.lists(act, max_size=6)), ("batch", None)],
+        stops=draw(st.lists(st.none() | st.integers(1, steps), max_size=4)),
+        acts=[("batch", None), *draw(st.lists(act, max_size=7)), ("batch", None)],
     )
 
 
@@ -84,87 +98,174 @@ class Run:
     """A collector beside the plain simulation of what it must do."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self.scenario = scenario
-        self.stop = StopAt()
+        self.scenario, self.options = scenario, scenario.options
         env = LAYOUTS[scenario.layout](
             scenario.lanes, lengths=scenario.lengths, kind=scenario.kind, truncate=scenario.truncate
         )
-        self.grid = env.batch_size
+        self.grid, self.stops = env.batch_size, Stops(scenario.stops)
         self.collector = Collector(
-            env, frames_per_batch=scenario.steps * env.num_lanes, interruptor=self.stop, **scenario.options
+            env,
+            frames_per_batch=scenario.steps * env.num_lanes,
+            interruptor=self.stops,
+            pre_collect_hook=self.stops.begin,
+            **self.options,
         )
         self.model = CountingReference(
             env.num_lanes,
             scenario.lengths,
             truncate=scenario.truncate,
-            limit=scenario.options["max_frames_per_traj"],
-            set_truncated=scenario.options["set_truncated"],
+            limit=self.options["max_frames_per_traj"],
+            set_truncated=self.options["set_truncated"],
             idles=scenario.layout == IDLING,
-            worker=scenario.options["worker_idx"] or 0,
+            worker=self.options["worker_idx"] or 0,
         )
         self.is_fresh = True
+        self.has_cut_off = False
+        """What a reset has cut off is given up when the next rollout shows it."""
+        self.rollouts = self.delivered = self.given_up = 0
 
-    def batch(self, stop: int | None) -> bool:
-        """Compare one batch; return whether there was any."""
-        model, scenario = self.model, self.scenario
-        steps, total = scenario.steps, scenario.options["total_frames"]
+    def rollout(self) -> list[list[Frame]] | None:
+        """The frames of the next one, `[lane][t]`; None at the end of the budget."""
+        steps, total = self.scenario.steps, self.options["total_frames"]
         if total > 0:
-            steps = min(steps, -(-(total - model.frames) // model.lanes))
-        self.stop.steps, self.stop.made = stop, 0
-        batch = self.collector.next()
+            steps = min(steps, -(-(total - self.model.frames) // self.model.lanes))
         if steps <= 0:
+            return None
+        if self.options["reset_at_each_iter"] and not self.is_fresh:
+            self.model.reset()
+        steps = min(steps, self.stops.of(self.rollouts) or steps)
+        self.is_fresh = self.has_cut_off = False
+        self.rollouts += 1
+        return self.model.collect(steps)
+
+    def episodes(self, count: int) -> list[list[Frame]] | None:
+        """The next episodes; None at the end of the budget."""
+        model = self.model
+        while len(model.complete) < count:
+            if self.rollout() is None:
+                return None
+        taken, model.complete = model.complete[:count], model.complete[count:]
+        self.delivered += sum(map(len, taken))
+        return taken
+
+    def batch(self, _: None = None) -> bool:
+        """Compare one batch; return whether there was any."""
+        count = self.scenario.count
+        expected = self.rollout() if count is None else self.episodes(count)
+        batch = self.collector.next()
+        if expected is None:
             assert batch is None
             return False
-        if scenario.options["reset_at_each_iter"] and not self.is_fresh:
-            model.reset()
-        steps = min(steps, stop or steps)
-        expected = model.collect(steps)
-        self.is_fresh = False
         assert batch is not None
-        assert batch.shape == (*self.grid, steps)
-        assert batch.names[-1] == "time"
-        assert_holds(batch, expected, compact=scenario.options["compact_obs"])
-        for value in batch.values(True, True):
-            assert value.is_contiguous()
+        if count is None:
+            assert batch.names[-1] == "time"
+            assert batch.shape == (*self.grid, len(expected[0]))
+            assert_holds(batch, expected, compact=self.options["compact_obs"])
+            assert all(value.is_contiguous() for value in batch.values(True, True))
+        else:
+            assert_episodes(batch, expected, self.options)
+            self.is_balanced()
         return True
 
-    def reset(self, lanes: list[int] | None) -> None:
-        if lanes is None:
-            self.collector.reset()
+    def is_balanced(self) -> None:
+        """Every frame was delivered, given up, or is still held."""
+        stats = self.collector.stats()
+        held = sum(map(len, (*self.model.open.values(), *self.model.complete)))
+        assert stats["frames"] == self.model.frames
+        if not self.has_cut_off:
+            assert stats["pending_frames"] == held
+            assert stats["dropped_frames"] == self.model.dropped + self.given_up
+        assert self.delivered + stats["dropped_frames"] + stats["pending_frames"] == stats["frames"]
+
+    def reset(self, rows: list[int] | None) -> None:
+        self.collector.reset(rows)
+        if rows is None:
             self.model.reset()
             self.is_fresh = True
-        elif len(self.grid) == 1:
-            self.collector.reset(lanes)
-            self.model.reset(sorted(set(lanes)))
         else:
-            rows = sorted({lane // self.grid[1] for lane in lanes})
-            self.collector.reset(rows)
-            self.model.reset([row * self.grid[1] + column for row in rows for column in range(self.grid[1])])
+            size = self.model.lanes // self.grid[0]
+            self.model.reset([row * size + lane for row in sorted(set(rows)) for lane in range(size)])
+        self.has_cut_off = True
+        if self.scenario.count is not None:
+            self.is_balanced()
 
     def seed(self, seed: int) -> None:
         self.collector.set_seed(seed)
         self.model.reset(new_ids=self.model.frames > 0)
-        self.is_fresh = True
+        self.is_fresh, self.has_cut_off = True, False
+        if self.scenario.count is not None:
+            self.given_up += sum(map(len, self.model.complete))
+            self.model.complete.clear()
+            self.is_balanced()
 
 
-@settings(max_examples=250, deadline=None)
-@given(scenarios())
-def test_every_frame_is_where_a_plain_simulation_says(scenario: Scenario) -> None:
+def assert_episodes(batch: TensorDictBase, expected: list[list[Frame]], options: dict[str, Any]) -> None:
+    lengths = [len(episode) for episode in expected]
+    if options["traj_format"] == "padded":
+        assert batch.shape == (len(expected), max(lengths))
+        mask = batch.get(MASK)
+        assert mask.shape == batch.shape
+        assert mask.sum(1).tolist() == lengths
+        episodes = [row[:length] for row, length in zip(batch, lengths, strict=True)]
+        for row, length in zip(batch, lengths, strict=True):
+            assert (row[length:].get(TRAJ_IDS) == -1).all()
+            assert not any(v.any() for v in row[length:].exclude(TRAJ_IDS).values(True, True))
+    else:
+        assert batch.shape == (sum(lengths),)
+        episodes = list(batch.split(lengths))
+    for found, wanted in zip(episodes, expected, strict=True):
+        assert_holds(found.exclude(MASK), [wanted], compact=options["compact_obs"])
+
+
+def play(scenario: Scenario) -> Run:
+    """Do all that a scenario says, and compare the numbers at its end."""
     event(scenario.layout)
     run = Run(scenario)
     for name, argument in scenario.acts:
-        if run.collector.closed:
+        if run.collector.closed or getattr(run, name)(argument) is False:
             break
-        if getattr(run, name)(argument) is False:
-            break
-    stats = run.collector.stats()
+    stats, ended = run.collector.stats(), run.model.ended
     assert stats["frames"] == run.model.frames
     assert (stats.get("idle_frames", 0) > 0) <= (scenario.layout == IDLING)
-    ended = run.model.ended
     assert stats["episodes"] == len(ended)
     recent = ended[-100:]
     assert recent_episodes(run.collector) == (recent, [n * (n + 1) / 2 for n in recent])
-    run.collector.shutdown()
+    return run
+
+
+@settings(max_examples=250, deadline=None)
+@given(scenarios(st.none(), st.just(-1) | st.integers(1, 40)))
+def test_every_frame_is_where_a_plain_simulation_says(scenario: Scenario) -> None:
+    play(scenario).collector.shutdown()
+
+
+@settings(max_examples=80, deadline=None)
+@given(scenarios(st.integers(1, 5), st.integers(1, 100)))
+def test_episodes_are_those_of_a_plain_simulation(scenario: Scenario) -> None:
+    run = play(scenario)
+    while not run.collector.closed and run.batch():
+        pass
+    stats = run.collector.stats()
+    assert stats["pending_frames"] == 0
+    assert run.delivered + stats["dropped_frames"] == stats["frames"] == run.model.frames
+
+
+def test_an_episode_over_many_batches_is_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear: frames are put behind each other once and handed out once, however many batches an episode spans."""
+    env = LAYOUTS["one gymnasium env"](1, lengths=300)
+    collector = Collector(env, frames_per_batch=1, total_frames=600, trajs_per_batch=1, traj_format="cat")
+    copied = 0
+    plain_cat = torch.cat
+
+    def counting_cat(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal copied
+        if isinstance(tensors[0], TensorDictBase):
+            copied += sum(tensor.numel() for tensor in tensors)
+        return plain_cat(tensors, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "cat", counting_cat)
+    assert [len(batch) for batch in collector] == [300, 300]
+    assert copied <= 10 * 600  # each level of a TensorDict counts; a copy for every batch would make 90,000
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))

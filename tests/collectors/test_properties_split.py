@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 
@@ -72,6 +72,8 @@ def numbers_in(split: TensorDictBase, mask: Any = MASK) -> list[list[int]]:
 
 @settings(max_examples=150, deadline=None)
 @given(batches())
+@example(numbered(torch.full((2, 3), -1)))
+@example(numbered(torch.tensor([[7, 7, 8], [7, 9, 9]])))
 def test_every_run_of_an_id_is_a_row_and_no_frame_is_lost(batch: TensorDict) -> None:
     before = batch.clone()
     runs = runs_of(batch.get(IDS).numpy())
@@ -86,6 +88,7 @@ def test_every_run_of_an_id_is_a_row_and_no_frame_is_lost(batch: TensorDict) -> 
     assert all(torch.equal(given_back.get(key), frames.get(key)) for key in frames.keys(True, True))
     for key, value in split.exclude(MASK).items(True, True):
         assert value.dtype == batch.get(key).dtype
+        assert value.shape == (*split.shape, *batch.get(key).shape[batch.ndim :])
         outside = value[~mask]
         assert (outside == -1).all() if key == IDS else not outside.any()
     assert (batch == before).all(), "the batch itself was changed"
@@ -136,14 +139,18 @@ def test_done_key_names_another_end() -> None:
 
 def test_prefix_and_trajectory_key_say_where_the_ids_are() -> None:
     ids = torch.tensor([4, 4, 9, 9, 9])
-    elsewhere = numbered(ids).exclude("collector").set(("mine", "traj_ids"), ids)
-    split = split_trajectories(elsewhere, prefix="mine")
-    assert numbers_in(split, ("mine", "mask")) == [[1, 2], [3, 4, 5]]
-    named = numbered(ids).exclude("collector").set(("a", "b", "episode"), ids)
-    split = split_trajectories(named, trajectory_key=("a", "b", "episode"))
-    assert numbers_in(split, ("a", "b", "mask")) == [[1, 2], [3, 4, 5]]
-    top = numbered(ids).exclude("collector").set("traj_ids", ids)
-    assert numbers_in(split_trajectories(top), "mask") == [[1, 2], [3, 4, 5]]
+    bare = numbered(ids).exclude("collector")
+    for place, options in (
+        (("mine",), {"prefix": "mine"}),
+        (("a", "b"), {"trajectory_key": ("a", "b", "episode")}),
+        ((), {}),
+    ):
+        key = options.get("trajectory_key", (*place, "traj_ids"))
+        split = split_trajectories(bare.clone().set(key, ids), **options)
+        assert numbers_in(split, (*place, "mask")) == [[1, 2], [3, 4, 5]]
+    split = split_trajectories(bare, prefix="mine")  # ids by "done" are written there too
+    assert split.get(("mine", "traj_ids")).tolist() == [[0, 0, 0, 0, 0]]
+    assert split.get(("mine", "mask")).all()
 
 
 def test_ids_may_have_a_last_dimension_of_one() -> None:
@@ -152,34 +159,17 @@ def test_ids_may_have_a_last_dimension_of_one() -> None:
     assert split.get("episode").squeeze(-1).tolist() == [[0, 0, -1], [1, -1, -1], [2, 2, 2]]
 
 
-def test_done_based_ids_are_written_where_the_prefix_says() -> None:
-    batch = numbered(torch.zeros(4, dtype=torch.int64)).exclude("collector")
-    split = split_trajectories(batch, prefix="mine")
-    assert split.get(("mine", "traj_ids")).tolist() == [[0, 0, 0, 0]]
-    assert split.get(("mine", "mask")).all()
-
-
-def test_an_id_in_two_separate_runs_is_two_rows() -> None:
-    split = split_trajectories(numbered(torch.tensor([[7, 7, 8], [7, 9, 9]])))
-    assert numbers_in(split) == [[1, 2], [3], [4], [5, 6]]
-
-
-def test_negative_ids_are_left_out_and_nothing_but_them_gives_no_row() -> None:
-    split = split_trajectories(numbered(torch.tensor([[-1, 5, 5], [-1, -1, -1]])))
-    assert numbers_in(split) == [[2, 3]]
-    nothing = split_trajectories(numbered(torch.full((2, 3), -1)))
-    assert nothing.shape[0] == 0
-    assert nothing.get("pixels").shape == (0, 0, 2, 2)
-
-
-def test_a_scalar_batch_has_no_time_to_split() -> None:
-    with pytest.raises(ValueError, match="time dimension"):
-        split_trajectories(TensorDict({}, batch_size=[]))
-
-
-def test_neither_ids_nor_done_is_said_clearly() -> None:
-    with pytest.raises(KeyError, match="neither trajectory ids nor"):
-        split_trajectories(TensorDict({"a": torch.zeros(3)}, batch_size=[3]))
+@pytest.mark.parametrize(
+    ("batch", "error", "words"),
+    [
+        (TensorDict({}, batch_size=[]), ValueError, "time dimension"),
+        (TensorDict({"a": torch.zeros(3)}, batch_size=[3]), KeyError, "neither trajectory ids nor"),
+    ],
+    ids=["scalar", "neither ids nor done"],
+)
+def test_what_cannot_be_split_is_said_clearly(batch: TensorDict, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        split_trajectories(batch)
 
 
 @settings(max_examples=25, deadline=None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from common import net
 from inside import follow
-from kinds import ALL, HERE, SYNC, SYNC_HERE, Kind, Make, over
+from kinds import HERE, MIXED, SYNC, SYNC_HERE, Kind, Make, over
 
 from swath.envs import GymEnv, SerialEnv
 from swath.testing import counting_envs
@@ -61,10 +61,15 @@ def test_what_is_not_there_raises_as_usual(path: str, kind: type[Exception]) -> 
 # -- attributes and calls -------------------------------------------------------------------------------------------
 
 
-@over(ALL)
-def test_getattr_env_and_policy(make: Make) -> None:
-    """Of the env and policy that act, or of the first worker's."""
+@over(MIXED, needs="one_env")
+def test_answers_are_the_object_itself_or_one_for_each_worker(make: Make, kind: Kind) -> None:
+    """As in TorchRL; `getattr_env` and `getattr_policy` ask the first worker, whose env and policy act."""
     collector = make(serial_env, net(3.0), lanes=2)
+    count = max(1, kind.workers)
+    wanted: Any = [2] * count if kind.workers else 2
+    assert collector.get_distant_attr("env.num_lanes") == wanted
+    assert collector.cascade_execute("getattr_env", "num_lanes") == wanted
+    assert collector.map_fn("getattr_env", [("num_lanes",)] * count) == [2] * count
     assert collector.getattr_env("num_lanes") == 2
     assert collector.getattr_env("envs[0].batch_size") == torch.Size([])
     assert collector.getattr_policy("module.bias").tolist() == [3.0, 3.0]

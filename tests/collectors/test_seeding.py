@@ -13,10 +13,9 @@ import torch
 from common import assert_same, buffer, ids_of, rows
 from gymnasium import spaces as gs
 from inside import WORKER_BITS, worker_of
-from kinds import ALL, ASYNC, ASYNC_HERE, HERE, SINGLE, SYNC, SYNC_HERE, Kind, Make, over
+from kinds import ALL, ASYNC, ASYNC_HERE, HERE, MIXED, SINGLE, SYNC, SYNC_HERE, Kind, Make, over
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
-    NormalParamExtractor,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
@@ -114,17 +113,6 @@ def policy(observation: torch.Tensor) -> torch.Tensor:
     return torch.tanh(observation[..., :1])
 
 
-def stochastic() -> nn.Module:
-    return TensorDictSequential(
-        TensorDictModule(
-            nn.Sequential(nn.Linear(3, 2), NormalParamExtractor()), in_keys=["observation"], out_keys=["loc", "scale"]
-        ),
-        ProbabilisticTensorDictModule(
-            in_keys=["loc", "scale"], out_keys=["action"], distribution_class=torch.distributions.Normal
-        ),
-    )
-
-
 POLICIES: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
     "random": (lambda: None, "CartPole-v1", {}),
     "random box": (lambda: None, "Pendulum-v1", {}),
@@ -182,8 +170,8 @@ def test_seeded_collectors_agree_in_every_bit(policy: str, env: str, warm: int) 
     assert len(drawn) == 4, "every batch must have random numbers of its own"
 
 
-@pytest.mark.parametrize("env", sorted(ENVS))
-def test_every_kind_of_env_is_seeded(env: str) -> None:
+@pytest.mark.parametrize("env", sorted(set(ENVS) - {"one env", "SerialEnv"}))
+def test_every_other_kind_of_env_is_seeded(env: str) -> None:
     first, second = seeded("categorical, fast", env), seeded("categorical, fast", env, warm=1)
     first.set_seed(9)
     second.set_seed(9)
@@ -192,27 +180,19 @@ def test_every_kind_of_env_is_seeded(env: str) -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_another_seed_gives_other_batches(policy: str) -> None:
-    first, second = seeded(policy, "SerialEnv"), seeded(policy, "SerialEnv")
-    first.set_seed(1)
-    second.set_seed(2)
-    one: Any = first.next()
-    two: Any = second.next()
-    assert not torch.equal(one.get("observation"), two.get("observation"))
-    assert not torch.equal(one.get("action"), two.get("action"))
-
-
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_collecting_after_set_seed_leaves_the_global_generators_alone(policy: str) -> None:
+def test_another_seed_gives_other_batches_and_global_generators_are_left_alone(policy: str) -> None:
     torch.manual_seed(3)
     np.random.seed(3)
-    collector = seeded(policy, "SerialEnv")
-    collector.set_seed(5)
+    collectors = [seeded(policy, "SerialEnv") for _ in range(2)]
+    for seed, collector in enumerate(collectors):
+        collector.set_seed(seed)
     before, legacy = torch.get_rng_state(), np.random.get_state()[1].copy()
-    for _ in range(3):
-        collector.next()
-    collector.set_seed(6)
-    collector.next()
+    one, two = (collector.next() for collector in collectors)
+    assert not torch.equal(one["observation"], two["observation"])
+    assert not torch.equal(one["action"], two["action"])
+    collectors[0].set_seed(6)
+    for _ in range(2):
+        collectors[0].next()
     assert torch.equal(torch.get_rng_state(), before)
     assert (np.random.get_state()[1] == legacy).all()
 
@@ -232,10 +212,9 @@ def test_without_set_seed_the_global_generator_decides(policy: str) -> None:
     assert not torch.equal(actions(1), actions(2))
 
 
-@pytest.mark.parametrize("warm", [0, 2], ids=["at the start", "in the middle"])
-@pytest.mark.parametrize("options", [{}, {"reset_at_each_iter": True}], ids=["", "reset_at_each_iter"])
-def test_the_first_observation_after_set_seed_is_the_envs(warm: int, options: dict[str, Any]) -> None:
-    collector = seeded("random", "one env", warm, **options)
+@pytest.mark.parametrize(("warm", "again"), [(0, False), (2, False), (2, True)], ids=["start", "middle", "reset"])
+def test_the_first_observation_after_set_seed_is_the_envs(warm: int, again: bool) -> None:
+    collector = seeded("random", "one env", warm, reset_at_each_iter=again)
     collector.set_seed(11)
     batch: Any = collector.next()
     expected, _ = gymnasium.make("CartPole-v1").reset(seed=11)
@@ -365,7 +344,7 @@ def test_async_workers_have_the_same_episodes(make: Make) -> None:
         assert_same(found, whole[2 * index : 2 * index + 2])
 
 
-@pytest.mark.parametrize("acts", [stochastic, lambda: None], ids=["stochastic", "random"])
+@pytest.mark.parametrize("acts", [tanh_normal, lambda: None], ids=["stochastic", "random"])
 def test_this_process_and_others_agree_and_repeat_bit_by_bit(acts: Any) -> None:
     torch.manual_seed(0)
     own, runs = acts(), []
@@ -431,7 +410,7 @@ def test_without_a_seed_workers_differ(make: Make) -> None:
 
     batch = make(Noisy, policy, workers=3).next()
     assert len(batch["observation"][:, 0, 0].unique()) == 3
-    for acts in (None, stochastic()):
+    for acts in (None, tanh_normal()):
         assert len(make(Still, acts, workers=3).next()["action"][:, 0, 0].unique()) == 3
 
 
@@ -467,7 +446,7 @@ def test_a_seed_decides_all_that_workers_draw(make: Make) -> None:
 # -- ids ------------------------------------------------------------------------------------------------------------
 
 
-@over(ALL)
+@over(MIXED)
 def test_ids_name_one_trajectory_each(make: Make) -> None:
     names: dict[int, tuple[float, float]] = {}
     for batch in make(lanes=2, lengths=[3, 2], batches=10):
@@ -478,18 +457,20 @@ def test_ids_name_one_trajectory_each(make: Make) -> None:
 
 
 @over(HERE)
-def test_a_restored_collector_uses_no_id_again(make: Make) -> None:
+def test_a_restored_collector_uses_no_id_again(make: Make, kind: Kind) -> None:
     seen: set[int] = set()
     state = None
     for _ in range(3):
-        collector = make(lengths=3)
+        collector = make(lengths=3, worker_idx=1)
         if state is not None:
             collector.load_state_dict(state)
         found = ids_of([collector.next() for _ in range(4)])
         assert not found & seen
         seen |= found
         state = collector.state_dict()
-        assert max(ids_of([collector.next() for _ in range(2)])) >> WORKER_BITS <= 10
+        workers = {number >> WORKER_BITS for number in ids_of([collector.next() for _ in range(2)])}
+        assert min(workers) >= 1
+        assert max(workers) <= (10 if kind.workers else 1)
 
 
 def test_collectors_that_write_to_one_buffer_share_no_ids() -> None:

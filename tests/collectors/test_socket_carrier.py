@@ -39,9 +39,7 @@ class TestCollectorsOverSockets(CollectorConformance):
 THREADS = "workers are threads of this process"
 CANNOT = {
     "test_exploration_type": f"{THREADS}, for which the exploration type is one",
-    "test_init_fn_and_hooks_run_in_the_workers": f"{THREADS}, and have its number",
     "test_num_threads_and_num_sub_threads": f"{THREADS}, for which torch has one setting",
-    "test_mp_start_method": THREADS,
     "test_workers_leave_the_random_numbers_of_this_process_alone": f"{THREADS}, and share its generators",
     "test_a_seed_decides_all_that_workers_draw": f"{THREADS}, and share its generators",
     "test_a_policy_factory_for_all_workers": f"{THREADS}, and have its number",

@@ -1,48 +1,91 @@
-"""Frames that show whether they are whole, and what else several tests of buffers need."""
+"""Frames that show whether they are whole, processes that use a buffer, and what else several tests need."""
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tensordict import TensorDict
 
+from swath.data import LazyTensorStorage, ReplayBuffer, Storage
+
 WAIT_S = 60.0
 """How long a test waits for what must come."""
-WIDTH = 512
-"""Numbers in the body of a frame, which is about 4 KB then: it takes a while to copy."""
-BODY = np.arange(WIDTH)
+FORK = multiprocessing.get_context("fork")
 
 
-def frames(numbers: Iterable[int]) -> TensorDict:
-    """Large frames all of whose entries follow from one number."""
-    n = torch.as_tensor(np.asarray(numbers, np.int64))
+def frames(numbers: Iterable[int], width: int = 2, episode: int = 5) -> TensorDict:
+    """Frames all of whose entries follow from one number: the last of every `episode` numbers ends an episode."""
+    n = torch.as_tensor(np.fromiter(numbers, np.int64))
+    done = (n % episode == episode - 1)[:, None]
     return TensorDict(
         {
             "n": n,
-            "body": n[:, None] + torch.from_numpy(BODY),
-            "small": (n % 251).to(torch.uint8)[:, None],
-            "next": {"n": n + 1, "flag": (n % 2).bool()},
+            "body": n[:, None] + torch.arange(width),
+            "pixels": (n[:, None, None] * 7 % 251).to(torch.uint8).expand(-1, 3, 2),
+            "odd": (n % 2).bool()[:, None],
+            "half": (n % 128).to(torch.bfloat16),
+            "next": {
+                "n": n + 1,
+                "deep": {"x": n.double()[:, None] / 3},
+                "done": done,
+                "truncated": done.clone(),
+                "terminated": torch.zeros_like(done),
+            },
         },
         [len(n)],
     )
 
 
-def check(batch: TensorDict) -> list[int]:
-    """The numbers of a batch of frames, each of which must be whole."""
-    n = batch["n"].numpy()
-    assert (batch["body"].numpy() == n[:, None] + BODY).all(), "a frame is torn"
-    assert (batch["small"].numpy()[:, 0] == n % 251).all(), "a frame is torn"
-    assert (batch["next", "n"].numpy() == n + 1).all(), "a frame is torn"
-    assert (batch["next", "flag"].numpy() == n % 2).all(), "a frame is torn"
-    return [int(number) for number in n]
+def check(batch: TensorDict, flags: bool = True) -> list[int]:
+    """The numbers of a batch of frames, each of which must be whole; without `flags`, those may be anything."""
+    numbers = batch["n"].reshape(-1).tolist()
+    expected = frames(numbers, batch["body"].shape[-1])
+    if not flags:
+        expected = expected.exclude(*(("next", name) for name in ("done", "truncated", "terminated")))
+    for key, value in expected.items(True, True):
+        given = batch[key].reshape(value.shape)
+        assert given.dtype == value.dtype, key
+        assert torch.equal(given, value), f"{key} of a frame is torn"
+    return numbers
+
+
+def large_frames(numbers: Iterable[int]) -> TensorDict:
+    """Frames of about 4 KB, which take a while to copy."""
+    return frames(numbers, width=512)
+
+
+def buffer_of(kind: type[Storage] = LazyTensorStorage, size: int = 10, **options: Any) -> ReplayBuffer:
+    return ReplayBuffer(storage=kind(size), **options)
+
+
+def lose(buffer: ReplayBuffer, rows: int) -> None:
+    """A writer gives up in the middle of its rows."""
+
+    def put(where: slice, which: slice) -> None:
+        buffer.storage.view(buffer.storage.layout.rows)["n"][..., where] = -1
+        raise OSError("lost")
+
+    with pytest.raises(OSError, match="lost"):
+        buffer.storage.write(rows, put, None, None)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def together(*jobs: Callable[[], Any]) -> list[Any]:
+    """What the jobs return, each of which ran in a thread of its own; the first error is raised."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        begun = [pool.submit(job) for job in jobs]
+        return [job.result(WAIT_S) for job in begun]
 
 
 class Feeder:
@@ -67,3 +110,26 @@ class Feeder:
             self.asked.clear()
             assert self.asked.wait(WAIT_S)
         assert not sampling.done()
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def child(target: Callable[..., None], *args: Any, context: Any = FORK) -> Iterator[tuple[Any, Any]]:
+    """A process that runs `target(pipe, *args)`, and our end of the pipe; it never outlives the context."""
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.join(WAIT_S)
+        ours.close()
+
+
+def hear(pipe: Any) -> Any:
+    assert pipe.poll(WAIT_S), "the other process said nothing"
+    return pipe.recv()

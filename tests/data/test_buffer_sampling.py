@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from buffer_tools import seeded
+from buffer_tools import buffer_of, check, frames, lose, seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
 
 from swath.data import (
     LazyTensorStorage,
@@ -27,27 +26,6 @@ from swath.data.contents import Contents
 from swath.data.samplers import Draw
 
 
-def frames(numbers: Any) -> TensorDict:
-    n = torch.as_tensor(list(numbers), dtype=torch.int64)
-    return TensorDict({"n": n, "twice": 2 * n}, [len(n)])
-
-
-def numbers_of(batch: TensorDict) -> list[int]:
-    assert torch.equal(batch["twice"], 2 * batch["n"])
-    return list(batch["n"].reshape(-1).tolist())
-
-
-def lose(buffer: ReplayBuffer, rows: int) -> None:
-    """A writer gives up in the middle of its rows."""
-
-    def put(where: slice, which: slice) -> None:
-        buffer.storage.view(buffer.storage.max_size)["n"].numpy()[where] = -1
-        raise OSError("lost")
-
-    with pytest.raises(OSError, match="lost"):
-        buffer.storage.write(rows, put, None, None)
-
-
 def assert_uniform(drawn: list[int], expected: set[int]) -> None:
     """Pearson's test, at a level of about one in a million."""
     assert set(drawn) == expected
@@ -60,7 +38,7 @@ def assert_uniform(drawn: list[int], expected: set[int]) -> None:
 
 
 def drawn_from(buffer: ReplayBuffer, batches: int = 200, size: int = 100) -> list[int]:
-    return [n for _ in range(batches) for n in numbers_of(buffer.sample(size))]
+    return [n for _ in range(batches) for n in check(buffer.sample(size))]
 
 
 # -- with replacement ------------------------------------------------------------------------------------------------
@@ -69,7 +47,7 @@ def drawn_from(buffer: ReplayBuffer, batches: int = 200, size: int = 100) -> lis
 @pytest.mark.parametrize("kind", [LazyTensorStorage, ListStorage])
 @pytest.mark.parametrize("written", [13, 40, 57, 123])
 def test_all_frames_have_the_same_chance(kind: type[Storage], written: int) -> None:
-    buffer = ReplayBuffer(storage=kind(40), generator=seeded(written))
+    buffer = buffer_of(kind, 40, generator=seeded(written))
     for start in range(0, written, 10):
         buffer.extend(frames(range(start, min(start + 10, written))))
     assert_uniform(drawn_from(buffer), set(range(max(0, written - 40), written)))
@@ -77,51 +55,39 @@ def test_all_frames_have_the_same_chance(kind: type[Storage], written: int) -> N
 
 @pytest.mark.parametrize("rows", [4, 10, 17])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_all_frames_of_all_lanes_have_the_same_chance(rows: int, dim: int) -> None:
+@pytest.mark.parametrize("lost", [0, 4])
+def test_all_frames_of_all_lanes_have_the_same_chance(rows: int, dim: int, lost: int) -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(30, ndim=2), generator=seeded(rows), dim_extend=dim)
     for t in range(rows):
         buffer.add(frames([1000 * lane + t for lane in range(3)]))
-    kept = range(max(0, rows - 10), rows)
+    if lost:
+        lose(buffer, lost)
+    kept = range(max(0, rows + lost - 10), rows)
     assert_uniform(drawn_from(buffer), {1000 * lane + t for lane in range(3) for t in kept})
+    assert (len(buffer), buffer.stats()["lost"]) == (3 * len(kept), 3 * lost)
 
 
 def test_holes_are_never_drawn_and_the_others_alike() -> None:
-    buffer = ReplayBuffer(storage=LazyTensorStorage(40), generator=seeded())
+    buffer = buffer_of(size=40, generator=seeded())
     buffer.extend(frames(range(30)))
     lose(buffer, 7)
     buffer.extend(frames(range(30, 45)))
     lose(buffer, 5)
     present = set(buffer[:]["n"].tolist())
     assert present == {*range(17, 30), *range(30, 45)}
-    assert len(present) == 40 - 12
     assert_uniform(drawn_from(buffer), present)
-    assert len(buffer) == 28
-
-
-def test_holes_of_several_lanes() -> None:
-    buffer = ReplayBuffer(storage=LazyTensorStorage(30, ndim=2), generator=seeded())
-    for t in range(12):
-        buffer.add(frames([1000 * lane + t for lane in range(3)]))
-
-    def put(where: slice, which: slice) -> None:
-        raise OSError("lost")
-
-    with pytest.raises(OSError, match="lost"):
-        buffer.storage.write(4, put, None, None)
-    assert_uniform(drawn_from(buffer), {1000 * lane + t for lane in range(3) for t in range(6, 12)})
-    assert len(buffer) == 18
-    assert buffer.stats()["lost"] == 12
+    assert len(buffer) == len(present) == 28
 
 
 def test_a_buffer_that_holds_only_holes_has_nothing() -> None:
-    buffer = ReplayBuffer(storage=LazyTensorStorage(5))
+    buffer = buffer_of(size=5)
     buffer.extend(frames(range(5)))
     lose(buffer, 5)
     assert len(buffer) == 0
     with pytest.raises(NothingToSampleError):
         buffer.sample(2)
     buffer.extend(frames([9]))
-    assert set(numbers_of(buffer.sample(20))) == {9}
+    assert set(check(buffer.sample(20))) == {9}
 
 
 @settings(max_examples=50, deadline=None)
@@ -153,10 +119,10 @@ def test_what_is_drawn_is_what_is_there(capacity: int, story: list[tuple[bool, i
             with pytest.raises(NothingToSampleError):
                 buffer.sample(3)
             continue
-        assert set(numbers_of(buffer.sample(5))) <= there
-        assert set(numbers_of(buffer[:])) == there
+        assert set(check(buffer.sample(5))) <= there
+        assert set(check(buffer[:])) == there
         epoch = ReplayBuffer(storage=buffer.storage, sampler=SamplerWithoutReplacement(), batch_size=4)
-        assert sorted(n for batch in epoch for n in numbers_of(batch)) == sorted(there)
+        assert sorted(n for batch in epoch for n in check(batch)) == sorted(there)
 
 
 # -- without replacement ---------------------------------------------------------------------------------------------
@@ -167,6 +133,10 @@ def once(size: int = 40, **options: Any) -> ReplayBuffer:
     return ReplayBuffer(storage=LazyTensorStorage(size), sampler=sampler, batch_size=8, generator=seeded())
 
 
+def numbers_of_an_epoch(buffer: ReplayBuffer) -> list[int]:
+    return sorted(n for batch in buffer for n in check(batch))
+
+
 @pytest.mark.parametrize("written", [1, 8, 37, 40, 55])
 def test_every_frame_comes_once_in_an_epoch(written: int) -> None:
     buffer = once()
@@ -174,7 +144,7 @@ def test_every_frame_comes_once_in_an_epoch(written: int) -> None:
     expected = list(range(max(0, written - 40), written))
     orders = []
     for _ in range(4):
-        batches = [numbers_of(batch) for batch in buffer]
+        batches = [check(batch) for batch in buffer]
         assert [len(batch) for batch in batches[:-1]] == [8] * (len(batches) - 1)
         orders.append([n for batch in batches for n in batch])
         assert sorted(orders[-1]) == expected
@@ -185,38 +155,34 @@ def test_single_samples_run_through_epochs_too() -> None:
     buffer = once()
     buffer.extend(frames(range(20)))
     for _ in range(3):
-        drawn = [numbers_of(buffer.sample()) for _ in range(3)]
+        drawn = [check(buffer.sample()) for _ in range(3)]
         assert [len(batch) for batch in drawn] == [8, 8, 4]
         assert sorted(n for batch in drawn for n in batch) == list(range(20))
         assert buffer.sampler.ran_out
-    assert len(numbers_of(buffer.sample(100))) == 20
+    assert len(check(buffer.sample(100))) == 20
 
 
 def test_the_last_batch_is_left_out_if_it_is_not_full() -> None:
     buffer = once(drop_last=True)
-    buffer.extend(frames(range(20)))
+    buffer.extend(frames(range(5)))
+    assert list(buffer) == []
+    with pytest.raises(NothingToSampleError, match="5"):
+        buffer.sample()
+    buffer.extend(frames(range(5, 20)))
     for _ in range(3):
-        batches = [numbers_of(batch) for batch in buffer]
+        batches = [check(batch) for batch in buffer]
         assert [len(batch) for batch in batches] == [8, 8]
         assert len({n for batch in batches for n in batch}) == 16
     with pytest.raises(NothingToSampleError, match=r"20.*21"):
         buffer.sample(21)
 
 
-def test_too_few_frames_for_one_full_batch() -> None:
-    buffer = once(drop_last=True)
-    buffer.extend(frames(range(5)))
-    assert list(buffer) == []
-    with pytest.raises(NothingToSampleError, match="5"):
-        buffer.sample()
-
-
 def test_from_the_oldest_to_the_newest() -> None:
     buffer = once(shuffle=False)
     buffer.extend(frames(range(30)))
-    assert [n for batch in buffer for n in numbers_of(batch)] == list(range(30))
+    assert [n for batch in buffer for n in check(batch)] == list(range(30))
     buffer.extend(frames(range(30, 57)))
-    assert [n for batch in buffer for n in numbers_of(batch)] == list(range(17, 57))
+    assert [n for batch in buffer for n in check(batch)] == list(range(17, 57))
 
 
 def test_lanes_are_taken_row_by_row() -> None:
@@ -224,7 +190,7 @@ def test_lanes_are_taken_row_by_row() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(8, ndim=2), sampler=sampler, batch_size=3)
     for t in range(6):
         buffer.add(frames([100 + t, 200 + t]))
-    drawn = [n for batch in buffer for n in numbers_of(batch)]
+    drawn = [n for batch in buffer for n in check(batch)]
     assert drawn == [lane + t for t in range(2, 6) for lane in (100, 200)]
 
 
@@ -233,40 +199,23 @@ def test_new_frames_begin_a_new_epoch() -> None:
     buffer.extend(frames(range(20)))
     buffer.sample()
     buffer.extend(frames([20]))
-    assert sorted(n for batch in buffer for n in numbers_of(batch)) == list(range(21))
+    assert numbers_of_an_epoch(buffer) == list(range(21))
     buffer.sample()
     buffer.extend(frames([]))  # nothing new
-    assert len([n for batch in buffer for n in numbers_of(batch)]) == 13
+    assert len([n for batch in buffer for n in check(batch)]) == 13
 
 
-def test_holes_are_left_out_of_epochs() -> None:
-    buffer = once(size=10)
-    buffer.extend(frames(range(10)))
-    lose(buffer, 3)
-    for _ in range(3):
-        assert sorted(n for batch in buffer for n in numbers_of(batch)) == list(range(3, 10))
-
-
-def test_emptying_ends_the_epoch() -> None:
+@pytest.mark.parametrize("is_told", [True, False])
+def test_emptying_ends_the_epoch(is_told: bool) -> None:
+    """Also where another buffer empties the storage, of which the sampler is not told."""
     buffer = once()
     buffer.extend(frames(range(40)))
     buffer.sample()
-    buffer.empty()
+    (buffer if is_told else ReplayBuffer(storage=buffer.storage)).empty()
     with pytest.raises(NothingToSampleError):
         buffer.sample()
     buffer.extend(frames(range(100, 140)))
-    assert sorted(n for batch in buffer for n in numbers_of(batch)) == list(range(100, 140))
-
-
-def test_a_storage_emptied_by_another_ends_the_epoch_too() -> None:
-    buffer = once()
-    buffer.extend(frames(range(40)))
-    buffer.sample()
-    ReplayBuffer(storage=buffer.storage).empty()  # the sampler is not told
-    with pytest.raises(NothingToSampleError):
-        buffer.sample()
-    buffer.extend(frames(range(100, 140)))
-    assert sorted(n for batch in buffer for n in numbers_of(batch)) == list(range(100, 140))
+    assert numbers_of_an_epoch(buffer) == list(range(100, 140))
 
 
 def test_a_list_runs_through_epochs() -> None:
@@ -292,7 +241,7 @@ class Newest(Sampler):
         self.seen = contents.end
         index = contents.index(np.arange(contents.end - batch_size, contents.end))
         age = np.arange(batch_size)[::-1].copy()
-        return Draw(index, {"age": age}, {"twice": 2 * contents.entry("n", index), "extra": age * 10})
+        return Draw(index, {"age": age}, {"odd": contents.entry("odd", index), "extra": age * 10})
 
     def update_priority(self, contents: Contents, index: np.ndarray, priority: np.ndarray) -> None:
         self.priorities.append((index.tolist(), priority.tolist()))
@@ -312,7 +261,7 @@ def test_a_sampler_of_ones_own() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler)
     buffer.extend(frames(range(14)))
     batch, info = buffer.sample(5, return_info=True)
-    assert numbers_of(batch) == [9, 10, 11, 12, 13]
+    assert check(batch) == [9, 10, 11, 12, 13]
     assert info["age"].tolist() == [4, 3, 2, 1, 0]
     assert batch["extra"].tolist() == [40, 30, 20, 10, 0]
     assert info["index"].tolist() == [9, 0, 1, 2, 3]
@@ -345,7 +294,7 @@ def test_priorities_mean_nothing_to_other_samplers() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(8))
     buffer.extend(frames(range(4)))
     buffer.update_priority([0, 1], [1.0, 2.0])
-    assert set(numbers_of(buffer.sample(100))) == {0, 1, 2, 3}
+    assert set(check(buffer.sample(100))) == {0, 1, 2, 3}
 
 
 # -- contents --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import subprocess
 import sys
 import threading
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from buffer_tools import buffer_of, together
+from buffer_tools import frames as numbered
 from tensordict import TensorDict, TensorDictBase
 
 from swath.collectors import Collector
@@ -29,8 +32,8 @@ from swath.testing import CountingEnv
 
 
 def frames(start: int, stop: int) -> TensorDict:
-    done = torch.zeros(stop - start, 1, dtype=torch.bool)
-    return TensorDict({"n": torch.arange(start, stop), "next": {"done": done}}, [stop - start])
+    """Frames of one episode that does not end."""
+    return numbered(range(start, stop), episode=10**9)
 
 
 def slow_write(buffer: ReplayBuffer, start: int, stop: int, held: threading.Event, go: threading.Event) -> None:
@@ -62,7 +65,7 @@ def slow_write(buffer: ReplayBuffer, start: int, stop: int, held: threading.Even
 
 @pytest.mark.parametrize("sampler", [lambda: PrioritizedSampler(256, 1.0, 1.0), lambda: SliceSampler(slice_len=1)])
 def test_frames_of_a_very_slow_writer_are_sampled_in_the_end(sampler: Any) -> None:
-    buffer = ReplayBuffer(storage=LazyTensorStorage(256), sampler=sampler(), batch_size=4000)
+    buffer = buffer_of(size=256, sampler=sampler(), batch_size=4000)
     buffer.extend(frames(0, 64))
     held, go = threading.Event(), threading.Event()
     writer = threading.Thread(target=slow_write, args=(buffer, 64, 128, held, go))
@@ -110,7 +113,7 @@ def test_writers_do_not_wait_for_a_sampler_that_cannot_draw(sampler: Any, batch:
 
 def test_sampling_goes_on_without_limit_after_a_shutdown() -> None:
     limiter = RateLimiter(samples_per_insert=1, timeout_s=5)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=32, rate_limiter=limiter)
+    buffer = buffer_of(size=100, batch_size=32, rate_limiter=limiter)
     collector = Collector(CountingEnv(lengths=5), frames_per_batch=10, replay_buffer=buffer)
     collector.start()
     buffer.sample()
@@ -121,7 +124,7 @@ def test_sampling_goes_on_without_limit_after_a_shutdown() -> None:
 
 def test_many_who_sample_hold_the_ratio_together() -> None:
     limiter = RateLimiter(samples_per_insert=1, tolerance=64, timeout_s=1)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=32, rate_limiter=limiter)
+    buffer = buffer_of(size=1000, batch_size=32, rate_limiter=limiter)
     buffer.extend(frames(0, 400))
 
     def sample() -> None:
@@ -129,11 +132,7 @@ def test_many_who_sample_hold_the_ratio_together() -> None:
             while True:
                 buffer.sample()
 
-    threads = [threading.Thread(target=sample) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    together(*[sample] * 6)
     assert 400 <= buffer.stats()["sampled"] <= 400 + 64
 
 
@@ -141,7 +140,7 @@ def test_many_who_sample_hold_the_ratio_together() -> None:
 
 
 def test_a_hook_that_samples_ahead_does_not_wait_for_itself() -> None:
-    buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4, prefetch=2)
+    buffer = buffer_of(size=100, batch_size=4, prefetch=2)
     collector = Collector(
         CountingEnv(lengths=5), frames_per_batch=10, replay_buffer=buffer, post_collect_hook=lambda _: buffer.sample()
     )
@@ -188,16 +187,15 @@ def test_what_was_drawn_ahead_is_delivered_after_an_error_or_a_shutdown() -> Non
 
 
 def test_a_restored_epoch_has_all_its_batches_and_other_sizes_are_heeded() -> None:
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(100), sampler=SamplerWithoutReplacement(), batch_size=10, prefetch=8
-    )
+    def made(**options: Any) -> ReplayBuffer:
+        return buffer_of(size=100, sampler=SamplerWithoutReplacement(), batch_size=10, **options)
+
+    buffer, other, another = made(prefetch=8), made(), made()
     buffer.extend(torch.arange(100))
     stream = iter(buffer)
     seen = [*next(stream).tolist(), *next(stream).tolist()]
-    other = ReplayBuffer(storage=LazyTensorStorage(100), sampler=SamplerWithoutReplacement(), batch_size=10)
     other.load_state_dict(buffer.state_dict())
     assert sorted([*seen, *torch.cat(list(other)).tolist()]) == list(range(100))
-    another = ReplayBuffer(storage=LazyTensorStorage(100), sampler=SamplerWithoutReplacement(), batch_size=10)
     another.load_state_dict(buffer.state_dict())
     assert another.sample(7).shape[0] <= 7
     buffer.shutdown()
@@ -223,7 +221,7 @@ buffer.sample()
 
 
 def test_episodes_of_two_collectors_are_told_apart() -> None:
-    buffer = ReplayBuffer(storage=LazyTensorStorage(1000))
+    buffer = buffer_of(size=1000)
     collectors = []
     for first in (0, 100):
         env = CountingEnv(lengths=7)
@@ -263,10 +261,10 @@ def test_slices_never_cross_lanes_where_columns_are_not_taken(options: dict[str,
 
 
 def test_lists_save_their_seams_and_let_go() -> None:
-    buffer = ReplayBuffer(storage=ListStorage(100), sampler=SliceSampler(slice_len=3))
+    buffer = buffer_of(ListStorage, 100, sampler=SliceSampler(slice_len=3))
     for source in range(5):
         buffer.extend(frames(10 * source, 10 * source + 4), source=source)
-    other = ReplayBuffer(storage=ListStorage(100), sampler=SliceSampler(slice_len=3))
+    other = buffer_of(ListStorage, 100, sampler=SliceSampler(slice_len=3))
     state = buffer.state_dict()
     buffer[0]["n"].fill_(77)
     other.load_state_dict(state)
@@ -281,44 +279,36 @@ def test_lists_save_their_seams_and_let_go() -> None:
 
 @pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
 def test_a_copy_that_is_made_while_others_write(kind: Any) -> None:
-    buffer = ReplayBuffer(storage=kind(64), batch_size=64)
+    buffer = buffer_of(kind, 64, batch_size=64)
     buffer.extend(frames(0, 64))
     over = threading.Event()
 
     def write() -> None:
-        start = 64
-        while not over.is_set():
+        for start in itertools.count(64, 16):
+            if over.is_set():
+                return
             buffer.extend(frames(start, start + 16))
-            start += 16
 
     writer = threading.Thread(target=write)
     writer.start()
     try:
         for _ in range(20):
-            twin = copy.deepcopy(buffer) if kind is LazyTensorStorage else buffer
-            if kind is LazyMemmapStorage:
+            if kind is LazyTensorStorage:
+                twin = copy.deepcopy(buffer)
+                twin.state_dict()
+            else:
+                twin = buffer
                 buffer.storage.__getstate__()  # as when it is handed to a process
             there = twin[:]
             assert len(set(there["n"].tolist())) == len(there)
-            if kind is LazyTensorStorage:
-                twin.state_dict()
     finally:
         over.set()
         writer.join(30)
 
 
-def test_a_storage_holds_ordinary_tensors() -> None:
-    buffer = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=2)
-    with torch.inference_mode():
-        buffer.extend(TensorDict({"x": torch.ones(4)}, [4]))
-    buffer[0:2] = TensorDict({"x": torch.zeros(2, requires_grad=True)}, [2])
-    assert not buffer.sample()["x"].requires_grad
-    buffer.load_state_dict(buffer.state_dict())
-
-
 def test_a_saved_state_does_not_change_with_the_thread() -> None:
     policy = torch.nn.Linear(3, 2)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=2)
+    buffer = buffer_of(size=100, batch_size=2)
     with Collector(CountingEnv(lengths=5), policy, frames_per_batch=5, replay_buffer=buffer) as collector:
         collector.start()
         saved = collector.state_dict()["policy_state_dict"]

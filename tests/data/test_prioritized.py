@@ -29,6 +29,10 @@ def filled(rows: int = 10, capacity: int = 10, lanes: int = 1) -> Ring:
     return ring
 
 
+def weights(sampler: PrioritizedSampler) -> list[float]:
+    return list(sampler.state_dict()["weights"].tolist())
+
+
 class Model:
     """Weights by lane and position in a dict, looked up one by one."""
 
@@ -141,53 +145,29 @@ def test_a_frame_of_priority_zero_is_drawn_if_there_is_no_other() -> None:
     assert set(sampler.draw(ring.contents(), 100, seeded()).index) == {0, 1, 2}
 
 
-def test_new_frames_have_the_highest_priority_ever_seen() -> None:
-    ring = filled(3, 10)
-    sampler = sampler_for(ring, eps=0.0)
+@pytest.mark.parametrize(
+    ("alpha", "within", "highest", "expected"),
+    [
+        (1.0, False, 7.0, [1, 2, 1, 7, 7, 0]),
+        (1.0, True, 2.0, [1, 2, 1, 2, 2, 0]),
+        (0.5, True, 2.0, [1, 2**0.5, 1, 2**0.5, 2**0.5, 0]),
+        (0.0, False, 7.0, [1, 1, 1, 1, 1, 0]),  # all weigh the same, and it is known all the same
+        (0.0, True, 7.0, [1, 1, 1, 1, 1, 0]),
+    ],
+)
+def test_new_frames_have_the_highest_priority(
+    alpha: float, within: bool, highest: float, expected: list[float]
+) -> None:
+    """Ever seen, or of those in the buffer."""
+    ring = filled(3, 6)
+    sampler = sampler_for(ring, alpha, eps=0.0, max_priority_within_buffer=within)
     assert sampler.default_priority == 1.0
     sampler.update_priority(ring.contents(), np.array([0, 1]), np.array([7.0, 2.0]))
     sampler.update_priority(ring.contents(), np.array([0]), np.array([1.0]))
-    assert sampler.default_priority == 7.0
+    assert sampler.default_priority == pytest.approx(highest)
     ring.write(2)
     sampler.draw(ring.contents(), 1, seeded())
-    assert sampler.state_dict()["weights"].tolist() == [1, 2, 1, 7, 7, 0, 0, 0, 0, 0]
-
-
-def test_new_frames_have_the_highest_priority_of_the_buffer() -> None:
-    ring = filled(3, 10)
-    sampler = sampler_for(ring, 0.5, eps=0.0, max_priority_within_buffer=True)
-    sampler.update_priority(ring.contents(), np.array([0, 1]), np.array([9.0, 4.0]))
-    sampler.update_priority(ring.contents(), np.array([0]), np.array([1.0]))
-    assert sampler.default_priority == pytest.approx(4.0)
-    ring.write(1)
-    sampler.draw(ring.contents(), 1, seeded())
-    assert sampler.state_dict()["weights"][:5].tolist() == [1, 2, 1, 2, 0]
-
-
-@pytest.mark.parametrize("within", [True, False])
-def test_without_alpha_the_highest_priority_is_known_all_the_same(within: bool) -> None:
-    ring = filled(3, 10)
-    sampler = sampler_for(ring, 0.0, max_priority_within_buffer=within)
-    assert sampler.default_priority == 1.0
-    sampler.update_priority(ring.contents(), np.array([0, 1]), np.array([9.0, 4.0]))
-    assert sampler.default_priority == 9.0
-
-
-def test_a_priority_given_before_the_first_draw_counts() -> None:
-    ring = filled(3, 10)
-    sampler = sampler_for(ring)
-    sampler.update_priority(ring.contents(), np.arange(3), np.array([1e-6, 1e-6, 1e6]))
-    assert set(sampler.draw(ring.contents(), 100, seeded()).index) == {2}
-
-
-def test_what_is_overwritten_is_new() -> None:
-    ring = filled(10, 10)
-    sampler = sampler_for(ring, eps=0.0)
-    sampler.update_priority(ring.contents(), np.arange(10), np.full(10, 0.25))
-    sampler.update_priority(ring.contents(), np.array([9]), np.array([3.0]))
-    ring.write(12)
-    sampler.draw(ring.contents(), 1, seeded())
-    assert sampler.state_dict()["weights"].tolist() == [3.0] * 10
+    assert weights(sampler) == pytest.approx(expected)
 
 
 def test_frames_that_vanish_during_a_draw_are_replaced() -> None:
@@ -211,68 +191,62 @@ def test_several_priorities_of_a_frame_become_one(reduction: str, expected: list
     sampler = sampler_for(ring, eps=0.0, reduction=reduction)
     values = np.array([[1.0, 4.0, 2.0], [7.0, 9.0, 8.0]]) + ([[0.0, 0.0, 0.5], [0, 0, 0]] if reduction == "mean" else 0)
     sampler.update_priority(ring.contents(), np.arange(2), values[:, :, None])
-    assert sampler.state_dict()["weights"].tolist() == pytest.approx(expected)
+    assert weights(sampler) == pytest.approx(expected)
 
 
-def test_one_priority_for_all_and_the_last_of_several() -> None:
-    ring = filled(3, 3)
-    sampler = sampler_for(ring, eps=0.0)
-    sampler.update_priority(ring.contents(), np.arange(3), np.array(5.0))
-    assert sampler.state_dict()["weights"].tolist() == [5, 5, 5]
-    sampler.update_priority(ring.contents(), np.array([1, 1, 1]), np.array([8.0, 9.0, 2.0]))
-    assert sampler.state_dict()["weights"].tolist() == [5, 2, 5]
-    sampler.update_priority(ring.contents(), np.empty(0, np.int64), np.empty(0))
-
-
-@pytest.mark.parametrize("priority", [3, 3.0, np.int64(3), [3], [3.0], [[3.0]], torch.tensor([3]), torch.tensor(3.0)])
-def test_a_single_priority_is_for_all(priority: Any) -> None:
+@pytest.mark.parametrize(
+    ("index", "priority", "expected"),
+    [
+        *(
+            ([0, 2], single, [3, 1, 3, 1])
+            for single in (3, 3.0, np.int64(3), [3], [3.0], [[3.0]], torch.tensor([3]), torch.tensor(3.0))
+        ),
+        ([0, 1, 2, 3], [True, False, True, False], [1, 0, 1, 0]),
+        ([0, 1], False, [0, 0, 1, 1]),
+        ([1, 1, 1], [8.0, 9.0, 2.0], [1, 2, 1, 1]),  # the last one counts
+        ([], [], [1, 1, 1, 1]),
+        *(
+            (index, np.arange(1.0, 1 + math.prod(shape)).reshape(shape), expected)
+            for index in ([3, 2, 1, 0], [[3, 2], [1, 0]])
+            for shape, expected in (
+                ((2, 2), [4, 3, 2, 1]),
+                ((4,), [4, 3, 2, 1]),
+                ((4, 1), [4, 3, 2, 1]),
+                ((2, 2, 1), [4, 3, 2, 1]),
+                ((2, 2, 3), [12, 9, 6, 3]),
+                ((4, 3), [12, 9, 6, 3]),
+            )
+        ),
+    ],
+)
+def test_priorities_are_for_frames_or_for_all(index: list[Any], priority: Any, expected: list[float]) -> None:
+    """Both may have several dimensions."""
     ring = filled(4, 4)
     sampler = sampler_for(ring, eps=0.0)
-    sampler.update_priority(ring.contents(), np.array([0, 2]), priority)
-    assert sampler.state_dict()["weights"].tolist() == [3, 1, 3, 1]
+    sampler.update_priority(ring.contents(), np.array(index, np.int64), priority)
+    assert weights(sampler) == expected
 
 
-def test_yes_and_no_are_priorities() -> None:
-    ring = filled(4, 4)
-    sampler = sampler_for(ring, eps=0.5)
-    sampler.update_priority(ring.contents(), np.arange(4), np.array([True, False, True, False]))
-    assert sampler.state_dict()["weights"].tolist() == [1.5, 0.5, 1.5, 0.5]
-    sampler.update_priority(ring.contents(), np.arange(2), False)
-    assert sampler.state_dict()["weights"].tolist() == [0.5, 0.5, 1.5, 0.5]
-
-
-@pytest.mark.parametrize("flat", [True, False])
-@pytest.mark.parametrize("shape", [(2, 2), (4,), (4, 1), (2, 2, 1), (2, 2, 3), (4, 3)])
-def test_frames_and_priorities_may_have_several_dimensions(shape: tuple[int, ...], flat: bool) -> None:
-    ring = filled(5, 5)
-    sampler = sampler_for(ring, eps=0.0)
-    size = math.prod(shape)
-    index = np.array([3, 2, 1, 0]) if flat else np.array([[3, 2], [1, 0]])
-    sampler.update_priority(ring.contents(), index, np.arange(1.0, 1 + size).reshape(shape))
-    expected = [12, 9, 6, 3, 1] if size == 12 else [4, 3, 2, 1, 1]
-    assert sampler.state_dict()["weights"].tolist() == expected
-
-
-@pytest.mark.parametrize("priority", [[1.0, -1e-9], [math.nan, 1.0], [math.inf, 1.0], [-math.inf, 1.0]])
-def test_priorities_that_are_none_are_refused(priority: list[float]) -> None:
-    ring = filled(3, 3)
-    sampler = sampler_for(ring)
-    with pytest.raises(ValueError, match="finite numbers of at least 0"):
-        sampler.update_priority(ring.contents(), np.array([0, 1]), np.array(priority))
-    assert sampler.state_dict()["weights"].tolist() == pytest.approx([1, 1, 1])
-
-
-def test_there_must_be_as_many_priorities_as_frames() -> None:
-    ring = filled(3, 3)
-    with pytest.raises(RuntimeError, match=r"shape \(3,\) for 2 frames"):
-        sampler_for(ring).update_priority(ring.contents(), np.array([0, 1]), np.ones(3))
-
-
-@pytest.mark.parametrize("index", [-1, 6])
-def test_frames_that_the_buffer_has_not_are_refused(index: int) -> None:
+@pytest.mark.parametrize(
+    ("index", "priority", "error", "words"),
+    [
+        *(
+            ([0, 1], wrong, ValueError, "finite numbers of at least 0")
+            for wrong in ([1.0, -1e-9], [math.nan, 1.0], [math.inf, 1.0], [-math.inf, 1.0])
+        ),
+        ([0, 1], [1.0, 1.0, 1.0], RuntimeError, r"shape \(3,\) for 2 frames"),
+        ([0, -1], [1.0, 1.0], IndexError, "frames from 0 to 5"),
+        ([0, 6], [1.0, 1.0], IndexError, "frames from 0 to 5"),
+    ],
+)
+def test_priorities_that_are_none_are_refused(
+    index: list[int], priority: list[float], error: type[Exception], words: str
+) -> None:
     ring = filled(3, 3, lanes=2)
-    with pytest.raises(IndexError, match="frames from 0 to 5"):
-        PrioritizedSampler(100, 1.0, 1.0).update_priority(ring.contents(), np.array([0, index]), np.ones(2))
+    sampler = PrioritizedSampler(100, 1.0, 1.0)
+    with pytest.raises(error, match=words):
+        sampler.update_priority(ring.contents(), np.array(index), np.array(priority))
+    assert weights(sampler) == pytest.approx([1] * 6)
 
 
 def test_frames_that_are_not_there_keep_no_chance() -> None:
@@ -288,7 +262,7 @@ def test_too_small_a_sampler_grows() -> None:
     sampler = PrioritizedSampler(4, 1.0, 1.0, eps=0.0)
     assert set(sampler.draw(ring.contents(), 100, seeded()).index) == {0, 1, 2, 10, 11, 12}
     sampler.update_priority(ring.contents(), np.array([0, 12]), np.array([2.0, 5.0]))
-    assert sampler.state_dict()["weights"].tolist() == [2, 1, 1, *[0] * 7, 1, 1, 5, *[0] * 7]
+    assert weights(sampler) == [2, 1, 1, *[0] * 7, 1, 1, 5, *[0] * 7]
     sampler.empty()
     assert set(sampler.draw(ring.contents(), 100, seeded()).index) == {0, 1, 2, 10, 11, 12}
 
@@ -309,33 +283,23 @@ def test_arguments_that_make_no_difference_are_taken(options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "error", "words"),
     [
-        ({"device": "cuda"}, "does not support `device='cuda'`"),
-        ({"device": torch.device("cuda", 1)}, "does not support `device=device"),
-        ({"max_pending": 3}, "does not support `max_pending=3`"),
-        ({"colour": None}, "got an unknown argument: colour=None"),
+        ({"device": "cuda"}, TypeError, "does not support `device='cuda'`"),
+        ({"device": torch.device("cuda", 1)}, TypeError, "does not support `device=device"),
+        ({"max_pending": 3}, TypeError, "does not support `max_pending=3`"),
+        ({"colour": None}, TypeError, "got an unknown argument: colour=None"),
+        ({"alpha": -1}, ValueError, "`alpha` must be a number of at least 0"),
+        ({"beta": -0.1}, ValueError, "`beta` must be a number of at least 0"),
+        ({"beta": math.nan}, ValueError, "`beta` must be a number of at least 0"),
+        ({"eps": -1}, ValueError, "`eps` must be a number of at least 0"),
+        ({"reduction": "sum"}, ValueError, "`reduction` must be one of 'max', 'min', 'median', 'mean', got 'sum'"),
+        ({"dtype": torch.float16}, NotImplementedError, r"got torch\.float16"),
     ],
 )
-def test_arguments_that_are_not_supported_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        PrioritizedSampler(10, 1.0, 1.0, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [({"alpha": -1}, "alpha"), ({"beta": -0.1}, "beta"), ({"eps": -1}, "eps"), ({"beta": math.nan}, "beta")],
-)
-def test_numbers_that_make_no_sense_are_refused(options: dict[str, float], name: str) -> None:
-    with pytest.raises(ValueError, match=f"`{name}` must be a number of at least 0"):
+def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
         PrioritizedSampler(**{"max_capacity": 10, "alpha": 0.5, "beta": 0.5, **options})
-
-
-def test_choices_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match="`reduction` must be one of 'max', 'min', 'median', 'mean', got 'sum'"):
-        PrioritizedSampler(10, 1.0, 1.0, reduction="sum")
-    with pytest.raises(NotImplementedError, match=r"got torch\.float16"):
-        PrioritizedSampler(10, 1.0, 1.0, dtype=torch.float16)
 
 
 def test_weights_have_the_dtype_asked_for() -> None:
@@ -369,7 +333,7 @@ def test_a_buffer_that_begins_again_is_noticed() -> None:
     sampler, before = sampler_for(filled(5, 10)), filled(5, 10)
     sampler.update_priority(before.contents(), np.arange(5), np.full(5, 8.0))
     assert set(sampler.draw(filled(2, 10).contents(), 100, seeded()).index) == {0, 1}
-    assert sampler.state_dict()["weights"].tolist() == pytest.approx([1] * 2 + [0] * 8)
+    assert weights(sampler) == pytest.approx([1] * 2 + [0] * 8)
 
 
 @pytest.mark.parametrize("lanes", [1, 8, 50_000])
@@ -404,12 +368,14 @@ def test_many_rows_of_several_lanes_are_new_at_once() -> None:
     assert np.array_equal(sampler.state_dict()["weights"].reshape(3, 300), expected)
 
 
-def test_a_loaded_sampler_draws_the_same() -> None:
+@pytest.mark.parametrize("room", [50, 3])
+def test_a_loaded_sampler_draws_the_same(room: int) -> None:
+    """Also one that was made for fewer frames, which then grows."""
     ring = filled(17, 10, lanes=2)
     sampler = sampler_for(ring, alpha=0.6, beta=0.4)
     sampler.update_priority(ring.contents(), np.arange(20), np.arange(20.0))
     state = sampler.state_dict()
-    other = PrioritizedSampler(50, 0.1, 0.1)
+    other = PrioritizedSampler(room, 0.1, 0.1)
     other.load_state_dict(state)
     sampler.update_priority(ring.contents(), np.arange(20), np.ones(20))  # what was saved is a copy
     sampler.load_state_dict(state)
@@ -418,20 +384,3 @@ def test_a_loaded_sampler_draws_the_same() -> None:
     assert np.array_equal(first.index, second.index)
     assert np.array_equal(first.info["_weight"], second.info["_weight"])
     assert (other.alpha, other.beta, other.default_priority) == (0.6, 0.4, 19.0)
-
-
-def test_a_sampler_that_is_too_small_for_what_it_loads_grows() -> None:
-    ring = filled(17, 10, lanes=2)
-    sampler = sampler_for(ring, alpha=0.6, beta=0.4)
-    sampler.update_priority(ring.contents(), np.arange(20), np.arange(20.0))
-    other = PrioritizedSampler(3, 1.0, 1.0)
-    other.load_state_dict(sampler.state_dict())
-    first, second = (each.draw(ring.contents(), 64, seeded(5)) for each in (sampler, other))
-    assert np.array_equal(first.index, second.index)
-    assert np.array_equal(first.info["_weight"], second.info["_weight"])
-
-
-def test_the_same_generator_gives_the_same_draws() -> None:
-    ring = filled(10, 10)
-    first, second = (sampler_for(ring).draw(ring.contents(), 32, seeded(3)).index for _ in range(2))
-    assert np.array_equal(first, second)

@@ -225,14 +225,6 @@ def test_what_was_lost_is_known_with_the_next_batch_and_not_before() -> None:
     assert [episodes.take(1, "cat").get("number").tolist() for _ in range(2)] == [[0, 1], [30, 31]]
 
 
-def test_a_worker_that_begins_anew_continues_nothing_of_the_former() -> None:
-    episodes = Episodes()
-    episodes.add(batch_of([[0, 0]], [[0, 0]]), begin=0)
-    episodes.add(batch_of([[7, 7]], [[0, 1]], 10), begin=0)
-    assert (episodes.ready, episodes.dropped) == (1, 2)
-    assert episodes.take(1, "cat").get("number").tolist() == [10, 11]
-
-
 def test_a_batch_without_frames_says_nothing_of_what_is_running() -> None:
     episodes = Episodes()
     episodes.add(batch_of([[0, 0]], [[0, 0]]), begin=0)
@@ -240,17 +232,6 @@ def test_a_batch_without_frames_says_nothing_of_what_is_running() -> None:
     episodes.add(batch_of([[0]], [[1]], 20)[:, :0], begin=4)
     episodes.add(batch_of([[0]], [[1]], 20), begin=4)
     assert episodes.take(1, "cat").get("number").tolist() == [0, 1, 20]
-
-
-def test_given_up_episodes_are_counted() -> None:
-    episodes = Episodes()
-    episodes.add(batch_of([[0, 0, 2], [1, 1, 1]], [[0, 1, 0], [0, 0, 0]]))
-    episodes.drop()
-    assert (episodes.ready, episodes.pending_frames, episodes.dropped) == (1, 2, 4)
-    episodes.add(batch_of([[2, 3], [1, 1]], [[1, 0], [0, 0]], 10))
-    assert (episodes.ready, episodes.pending_frames, episodes.dropped) == (1, 3, 7), "the rest of them is dropped too"
-    episodes.clear()
-    assert (episodes.ready, episodes.pending_frames, episodes.dropped) == (0, 0, 10)
 
 
 def test_a_batch_without_ids_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from buffer_tools import WAIT_S, Feeder
+from buffer_tools import WAIT_S, Feeder, child, hear, together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swath.data import LazyTensorStorage, RateLimiter, RateLimitError, ReplayBuffer
-
-FORK = multiprocessing.get_context("fork")
 
 
 def frames(count: int) -> torch.Tensor:
@@ -147,7 +144,9 @@ def test_without_a_limiter_nothing_is_counted_or_awaited() -> None:
     assert buffer.stats()["sampled"] == 0
 
 
-def run_both(buffer: ReplayBuffer, inserts: int, count: int, samples: int) -> list[tuple[int, int]]:
+def run_both(
+    buffer: ReplayBuffer, inserts: int, count: int, samples: int, batch: int | None = None
+) -> list[tuple[int, int]]:
     """Write and sample in two threads as fast as they may; what was written and sampled after each step."""
     seen: list[tuple[int, int]] = []
 
@@ -158,12 +157,10 @@ def run_both(buffer: ReplayBuffer, inserts: int, count: int, samples: int) -> li
 
     def sample() -> None:
         for _ in range(samples):
-            buffer.sample()
+            buffer.sample(batch)
             seen.append((buffer.write_count, buffer.storage.ledger.sampled))
 
-    with ThreadPoolExecutor(2) as pool:
-        for job in [pool.submit(write), pool.submit(sample)]:
-            job.result(WAIT_S)
+    together(write, sample)
     return seen
 
 
@@ -180,7 +177,7 @@ def test_threads_are_held_in_proportion(ratio: float, count: int, batch: int, sh
         assert abs(ratio * written - sampled) <= 2 * batch + 2 * ratio * count + ratio
 
 
-def write_many(buffer: ReplayBuffer, inserts: int, count: int, pipe: Any) -> None:
+def write_many(pipe: Any, buffer: ReplayBuffer, inserts: int, count: int) -> None:
     torch.set_num_threads(1)
     for _ in range(inserts):
         buffer.extend(frames(count))
@@ -189,41 +186,22 @@ def write_many(buffer: ReplayBuffer, inserts: int, count: int, pipe: Any) -> Non
 
 def test_processes_are_held_in_proportion() -> None:
     buffer = limited(2.0, batch_size=8, shared=True)
-    ours, theirs = FORK.Pipe()
-    processes = [FORK.Process(target=write_many, args=(buffer, 60, 4, theirs), daemon=True) for _ in range(2)]
-    for process in processes:
-        process.start()
-    try:
+    with child(write_many, buffer, 60, 4) as (_, one), child(write_many, buffer, 60, 4) as (_, two):
         for _ in range(2 * 60 * 4 * 2 // 8):
             buffer.sample()
             # Each of the two writers may be one step ahead, and we one behind.
             assert abs(2.0 * buffer.write_count - buffer.stats()["sampled"]) <= 8 + 2 * (2 * 2.0 * 4) + 8 + 2
-        for _ in processes:
-            assert ours.poll(WAIT_S)
-            ours.recv()
+        hear(one)
+        hear(two)
         assert buffer.write_count == 480
         assert buffer.stats()["sampled"] == 960
-    finally:
-        for process in processes:
-            process.kill()
-            process.join(WAIT_S)
 
 
-def test_batches_of_another_size_than_the_buffers_own_do_not_lock_both_sides_up() -> None:
-    for batch_size in (None, 2):
-        buffer = limited(1.0, batch_size=batch_size, tolerance=0.0, timeout_s=1.0)
-
-        def write(buffer: ReplayBuffer = buffer) -> None:
-            for _ in range(64):
-                buffer.extend(frames(1))
-
-        def sample(buffer: ReplayBuffer = buffer) -> None:
-            for _ in range(4):
-                buffer.sample(16)
-
-        with ThreadPoolExecutor(2) as pool:
-            for job in [pool.submit(write), pool.submit(sample)]:
-                job.result(WAIT_S)
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_batches_of_another_size_than_the_buffers_own_do_not_lock_both_sides_up(batch_size: int | None) -> None:
+    run_both(
+        limited(1.0, batch_size=batch_size, tolerance=0.0, timeout_s=1.0), inserts=64, count=1, samples=4, batch=16
+    )
 
 
 def sampling_when(buffer: ReplayBuffer, feeder: Feeder, happens: Callable[[], None]) -> Any:
@@ -235,24 +213,26 @@ def sampling_when(buffer: ReplayBuffer, feeder: Feeder, happens: Callable[[], No
         return sampling.result(WAIT_S)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_when_nobody_feeds_any_more_sampling_goes_on(shared: bool) -> None:
-    buffer, feeder = limited(1.0, shared=shared), Feeder()
+@pytest.fixture(params=[False, True])
+def fed(request: pytest.FixtureRequest) -> tuple[ReplayBuffer, Feeder]:
+    """A buffer of which nothing more may be sampled before more is written."""
+    buffer, feeder = limited(1.0, shared=request.param), Feeder()
     buffer.attach(feeder)
     buffer.extend(frames(8))
     for _ in range(2):
         buffer.sample()
+    return buffer, feeder
+
+
+def test_when_nobody_feeds_any_more_sampling_goes_on(fed: tuple[ReplayBuffer, Feeder]) -> None:
+    buffer, feeder = fed
     assert sampling_when(buffer, feeder, lambda: setattr(feeder, "feeding", False)).shape == (8, 3)
     for _ in range(10):
         buffer.sample()
 
 
-def test_a_failure_of_the_feeder_is_raised_to_who_waits() -> None:
-    buffer, feeder = limited(1.0), Feeder()
-    buffer.attach(feeder)
-    buffer.extend(frames(8))
-    for _ in range(2):
-        buffer.sample()
+def test_a_failure_of_the_feeder_is_raised_to_who_waits(fed: tuple[ReplayBuffer, Feeder]) -> None:
+    buffer, feeder = fed
     with pytest.raises(ZeroDivisionError):
         sampling_when(buffer, feeder, lambda: setattr(feeder, "failure", ZeroDivisionError()))
 

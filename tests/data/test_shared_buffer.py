@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from buffer_tools import BODY, WAIT_S, check, frames
+from buffer_tools import FORK, WAIT_S, buffer_of, check, child, hear, seeded
+from buffer_tools import large_frames as frames
 from tensordict import TensorDict
 
 import swath.data.ledger
@@ -24,48 +25,25 @@ from swath.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
     NothingToSampleError,
+    PrioritizedSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
+    SliceSampler,
     TensorStorage,
 )
 from swath.runtime import MemoryBlock
 
-FORK = multiprocessing.get_context("fork")
 STRESS_S = 30.0 if os.environ.get("SWATH_LONG") else 5.0
 KINDS = [LazyTensorStorage, LazyMemmapStorage]
 
 
 def shared(kind: type[TensorStorage], size: int, **options: Any) -> ReplayBuffer:
-    return ReplayBuffer(storage=kind(size), shared=True, **options)
+    return buffer_of(kind, size, shared=True, **options)
 
 
-def start(target: Callable[..., None], *args: Any, context: Any = FORK) -> tuple[Any, Any]:
-    ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, *args), daemon=True)
-    process.start()
-    theirs.close()
-    return process, ours
-
-
-def end(process: Any) -> None:
-    process.kill()
+def kill(process: Any) -> None:
+    os.kill(process.pid, signal.SIGKILL)
     process.join(WAIT_S)
-
-
-@contextlib.contextmanager
-def child(target: Callable[..., None], *args: Any, context: Any = FORK) -> Iterator[tuple[Any, Any]]:
-    """A process that runs `target(pipe, *args)`, and our end of the pipe; it never outlives the context."""
-    process, pipe = start(target, *args, context=context)
-    try:
-        yield process, pipe
-    finally:
-        end(process)
-        pipe.close()
-
-
-def hear(pipe: Any) -> Any:
-    assert pipe.poll(WAIT_S), "the other process said nothing"
-    return pipe.recv()
 
 
 def until(condition: Callable[[], Any], within_s: float = WAIT_S) -> None:
@@ -97,21 +75,11 @@ def whole_rows(buffer: ReplayBuffer) -> int:
 # -- what other processes do -----------------------------------------------------------------------------------------
 
 
-def write_once(pipe: Any, buffer: ReplayBuffer, numbers: list[int]) -> None:
+def write_once(pipe: Any, buffer: ReplayBuffer, data: TensorDict) -> None:
     pipe.send("ready")
     pipe.recv()
     try:
-        pipe.send(buffer.extend(frames(numbers)).tolist())
-    except Exception as error:
-        pipe.send(error)
-    pipe.recv()
-
-
-def write_other_entries(pipe: Any, buffer: ReplayBuffer) -> None:
-    pipe.send("ready")
-    pipe.recv()
-    try:
-        pipe.send(buffer.extend(TensorDict({"other": torch.zeros(3, 2)}, [3])).tolist())
+        pipe.send(buffer.extend(data).tolist())
     except Exception as error:
         pipe.send(error)
     pipe.recv()
@@ -119,67 +87,59 @@ def write_other_entries(pipe: Any, buffer: ReplayBuffer) -> None:
 
 def answer(pipe: Any, buffer: ReplayBuffer) -> None:
     """Do with the buffer what we are told to."""
+    does: dict[str, Callable[..., Any]] = {
+        "extend": lambda numbers: buffer.extend(frames(numbers)).tolist(),
+        "sample": lambda *size: check(buffer.sample(*size)),
+        "state": lambda: (len(buffer), buffer.write_count, buffer.is_shared, buffer.stats()["lost"]),
+        "all": lambda: check(buffer[:]),
+        "set": lambda where, numbers: buffer.__setitem__(where, frames(numbers)),
+        "empty": buffer.empty,
+    }
     while True:
         name, *args = pipe.recv()
         try:
-            if name == "extend":
-                pipe.send(buffer.extend(frames(*args)).tolist())
-            elif name == "sample":
-                pipe.send(check(buffer.sample(*args)))
-            elif name == "state":
-                pipe.send((len(buffer), buffer.write_count, buffer.is_shared, buffer.stats()["lost"]))
-            elif name == "all":
-                pipe.send(check(buffer[:]))
-            elif name == "set":
-                buffer[args[0]] = frames(args[1])
-                pipe.send("set")
-            elif name == "empty":
-                buffer.empty()
-                pipe.send("emptied")
+            pipe.send(does[name](*args))
         except Exception as error:
             pipe.send(error)
 
 
-def put_half(buffer: ReplayBuffer, rows: int, then: Callable[[], None]) -> None:
-    """Write garbage to some columns of `rows` rows, and do `then` in the middle of it."""
-    storage = buffer.storage
+def ask(pipe: Any, *command: Any) -> Any:
+    """What the process that does `answer` says."""
+    pipe.send(command)
+    return hear(pipe)
+
+
+def put_half(pipe: Any, buffer: ReplayBuffer, rows: int, then: Callable[[Any], None]) -> None:
+    """Write garbage to some columns of `rows` rows, do `then` in the middle of it, and make frames of them."""
+    view = buffer.storage.view(buffer.storage.max_size)  # type: ignore[attr-defined]
 
     def put(where: slice, which: slice) -> None:
-        storage.view(storage.max_size)["n"].numpy()[where] = -1
-        storage.view(storage.max_size)["body"].numpy()[where] = -7
-        then()
-        count = where.stop - where.start
-        storage.view(storage.max_size)["n"].numpy()[where] = 5000
-        storage.view(storage.max_size)["body"].numpy()[where] = 5000 + BODY
-        storage.view(storage.max_size)["small"].numpy()[where] = 5000 % 251
-        storage.view(storage.max_size)[("next", "n")].numpy()[where] = 5001
-        storage.view(storage.max_size)[("next", "flag")].numpy()[where] = np.zeros(count, bool)
+        view["n"][where] = -1
+        view["body"][where] = -7
+        then(pipe)
+        for key, value in frames([5000] * (where.stop - where.start)).items(True, True):
+            view[key][where] = value
 
-    storage.write(rows, put, None, None)
-
-
-def block_in_put(pipe: Any, buffer: ReplayBuffer, rows: int) -> None:
-    def then() -> None:
-        pipe.send("in put")
-        pipe.recv()
-
-    put_half(buffer, rows, then)
+    buffer.storage.write(rows, put, None, None)
     pipe.send("done")
     pipe.recv()
 
 
-def stop_in_put(pipe: Any, buffer: ReplayBuffer, rows: int) -> None:
-    put_half(buffer, rows, lambda: os.kill(os.getpid(), signal.SIGSTOP))
-    pipe.send("done")
+def wait_here(pipe: Any) -> None:
+    pipe.send("in put")
     pipe.recv()
+
+
+def stop_here(pipe: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def fail_in_put(pipe: Any, buffer: ReplayBuffer, rows: int, error: type[BaseException]) -> None:
-    def then() -> None:
+    def fail(pipe: Any) -> None:
         raise error("in put")
 
     try:
-        put_half(buffer, rows, then)
+        put_half(pipe, buffer, rows, fail)
     except BaseException as caught:
         pipe.send(type(caught).__name__)
     pipe.recv()
@@ -235,38 +195,30 @@ def overwrite_half(pipe: Any, buffer: ReplayBuffer, rows: int) -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_processes_started_in_any_way_share_the_buffer(method: str) -> None:
     context = multiprocessing.get_context(method)
-    buffer = shared(LazyTensorStorage, 8)
+    buffer = shared(LazyTensorStorage, 8, generator=seeded())  # which travels along
     disk = shared(LazyMemmapStorage, 8)
     with child(answer, buffer, context=context) as (_, one), child(answer, disk, context=context) as (_, two):
         for pipe, ours in ((one, buffer), (two, disk)):
-            pipe.send(("state",))
-            assert hear(pipe) == (0, 0, True, 0)
-            pipe.send(("extend", range(5)))  # lays the memory out, over there
-            assert hear(pipe) == [0, 1, 2, 3, 4]
+            assert ask(pipe, "state") == (0, 0, True, 0)
+            assert ask(pipe, "extend", range(5)) == [0, 1, 2, 3, 4]  # lays the memory out, over there
             assert check(ours[:]) == [0, 1, 2, 3, 4]
             assert set(check(ours.sample(100))) == {0, 1, 2, 3, 4}
             assert ours.extend(frames(range(5, 10))).tolist() == [5, 6, 7, 0, 1]
-            pipe.send(("all",))
-            assert hear(pipe) == [8, 9, 2, 3, 4, 5, 6, 7]
-            pipe.send(("sample", 50))
-            assert set(hear(pipe)) <= set(range(2, 10))
-            pipe.send(("state",))
-            assert hear(pipe) == (8, 10, True, 0)
+            assert ask(pipe, "all") == [8, 9, 2, 3, 4, 5, 6, 7]
+            assert set(ask(pipe, "sample", 50)) <= set(range(2, 10))
+            assert ask(pipe, "state") == (8, 10, True, 0)
             ours.empty()
-            pipe.send(("sample", 2))
-            assert isinstance(hear(pipe), NothingToSampleError)
+            assert isinstance(ask(pipe, "sample", 2), NothingToSampleError)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reader_sees_frames_as_soon_as_they_are_written(kind: type[TensorStorage]) -> None:
     buffer = shared(kind, 16)
     with child(answer, buffer) as (_, pipe):
-        pipe.send(("sample", 4))
-        assert isinstance(hear(pipe), NothingToSampleError)
+        assert isinstance(ask(pipe, "sample", 4), NothingToSampleError)
         for n in range(40):
             buffer.extend(frames([n]))
-            pipe.send(("all",))
-            assert sorted(hear(pipe)) == list(range(max(0, n - 15), n + 1))
+            assert sorted(ask(pipe, "all")) == list(range(max(0, n - 15), n + 1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -274,11 +226,9 @@ def test_what_others_change_and_empty_is_changed_and_empty_here(kind: type[Tenso
     buffer = shared(kind, 6)
     buffer.extend(frames(range(8)))
     with child(answer, buffer) as (_, pipe):
-        pipe.send(("set", slice(0, 2), [70, 71]))
-        assert hear(pipe) == "set"
+        assert ask(pipe, "set", slice(0, 2), [70, 71]) is None
         assert check(buffer[:]) == [70, 71, 2, 3, 4, 5]
-        pipe.send(("empty",))
-        assert hear(pipe) == "emptied"
+        assert ask(pipe, "empty") is None
         assert (len(buffer), buffer.write_count) == (0, 0)
         with pytest.raises(NothingToSampleError):
             buffer.sample(1)
@@ -286,51 +236,28 @@ def test_what_others_change_and_empty_is_changed_and_empty_here(kind: type[Tenso
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_may_race_to_be_the_first(kind: type[TensorStorage]) -> None:
-    for _ in range(10):
+@pytest.mark.parametrize("fits", [True, False])
+def test_two_processes_may_race_to_be_the_first(kind: type[TensorStorage], fits: bool) -> None:
+    """Whoever is first decides what the buffer holds."""
+    other = frames([11, 12]) if fits else TensorDict({"other": torch.zeros(3, 2)}, [3])
+    for _ in range(10 if fits else 5):
         buffer = shared(kind, 16)
-        one, to_one = start(write_once, buffer, [1, 2, 3])
-        two, to_two = start(write_once, buffer, [11, 12])
-        try:
+        with (
+            child(write_once, buffer, frames([1, 2, 3])) as (_, to_one),
+            child(write_once, buffer, other) as (_, to_two),
+        ):
             for pipe in (to_one, to_two):
                 assert hear(pipe) == "ready"
             for pipe in (to_one, to_two):
                 pipe.send("go")
-            where = [hear(to_one), hear(to_two)]
-            assert sorted([*where[0], *where[1]]) == [0, 1, 2, 3, 4]
+            one, two = hear(to_one), hear(to_two)
+            if not fits:
+                assert [type(one), type(two)].count(KeyError) == 1
+                assert (len(buffer), buffer.stats()["lost"]) == (3, 0)
+                continue
+            assert sorted([*one, *two]) == [0, 1, 2, 3, 4]
             held = check(buffer[:])
-            assert [held[at] for at in where[0]] == [1, 2, 3]
-            assert [held[at] for at in where[1]] == [11, 12]
-        finally:
-            end(one)
-            end(two)
-
-
-def test_whoever_is_first_decides_what_the_buffer_holds() -> None:
-    for _ in range(5):
-        buffer = shared(LazyTensorStorage, 16)
-        one, to_one = start(write_once, buffer, [1, 2, 3])
-        two, to_two = start(write_other_entries, buffer)
-        try:
-            for pipe in (to_one, to_two):
-                assert hear(pipe) == "ready"
-            for pipe in (to_one, to_two):
-                pipe.send("go")
-            outcomes = [hear(to_one), hear(to_two)]
-            assert sum(isinstance(outcome, KeyError) for outcome in outcomes) == 1
-            assert (len(buffer), buffer.stats()["lost"]) == (3, 0)
-        finally:
-            end(one)
-            end(two)
-
-
-def test_a_tensorclass_is_shared_as_what_it_holds() -> None:
-    buffer = shared(LazyTensorStorage, 16)
-    with child(answer, buffer) as (_, pipe):
-        pipe.send(("extend", range(4)))
-        hear(pipe)
-        buffer.extend(frames(range(4, 6)))
-        assert check(buffer[:]) == list(range(6))
+            assert ([held[at] for at in one], [held[at] for at in two]) == ([1, 2, 3], [11, 12])
 
 
 def test_a_child_draws_ahead_for_itself() -> None:
@@ -340,8 +267,7 @@ def test_a_child_draws_ahead_for_itself() -> None:
     try:
         with child(answer, buffer) as (_, pipe):
             for _ in range(4):
-                pipe.send(("sample",))
-                assert set(hear(pipe)) <= set(range(16))
+                assert set(ask(pipe, "sample")) <= set(range(16))
     finally:
         buffer.shutdown()
 
@@ -349,15 +275,11 @@ def test_a_child_draws_ahead_for_itself() -> None:
 def test_forking_while_a_thread_is_in_the_buffer() -> None:
     buffer = shared(LazyTensorStorage, 16)
     buffer.extend(frames(range(4)))
-    with buffer.storage.ledger.writing, buffer._drawer.lock, buffer.storage.ledger.lock:
-        process, pipe = start(answer, buffer)
-    try:
-        pipe.send(("extend", [4]))
-        assert hear(pipe) == [4]
-        pipe.send(("sample", 3))
-        assert set(hear(pipe)) <= set(range(5))
-    finally:
-        end(process)
+    with contextlib.ExitStack() as alive:
+        with buffer.storage.ledger.writing, buffer._drawer.lock, buffer.storage.ledger.lock:
+            _, pipe = alive.enter_context(child(answer, buffer))
+        assert ask(pipe, "extend", [4]) == [4]
+        assert set(ask(pipe, "sample", 3)) <= set(range(5))
 
 
 # -- faults, one by one ----------------------------------------------------------------------------------------------
@@ -367,14 +289,13 @@ def test_forking_while_a_thread_is_in_the_buffer() -> None:
 def test_a_writer_killed_between_reserve_and_commit(kind: type[TensorStorage]) -> None:
     buffer = shared(kind, 8)
     buffer.extend(frames(range(10)))
-    with child(block_in_put, buffer, 3) as (process, pipe):
+    with child(put_half, buffer, 3, wait_here) as (process, pipe):
         assert hear(pipe) == "in put"
         assert len(buffer) == 5
         assert buffer.write_count == 10
         assert set(check(buffer.sample(100))) == {5, 6, 7, 8, 9}
         assert sorted(check(buffer[:])) == [5, 6, 7, 8, 9]
-        os.kill(process.pid, signal.SIGKILL)
-        process.join(WAIT_S)
+        kill(process)
         assert set(check(buffer.sample(100))) == {5, 6, 7, 8, 9}
         # The ring comes round to its rows: nobody waits for the dead.
         begun = time.monotonic()
@@ -392,10 +313,9 @@ def test_the_dead_are_counted_by_readers_too(kind: type[TensorStorage], monkeypa
     monkeypatch.setattr(swath.data.ledger, "SLOW_NS", 0)
     buffer = shared(kind, 8)
     buffer.extend(frames(range(10)))
-    with child(block_in_put, buffer, 3) as (process, pipe):
+    with child(put_half, buffer, 3, wait_here) as (process, pipe):
         assert hear(pipe) == "in put"
-        os.kill(process.pid, signal.SIGKILL)
-        process.join(WAIT_S)
+        kill(process)
     assert set(check(buffer.sample(100))) == {5, 6, 7, 8, 9}
     assert buffer.stats() == {"frames": 5, "written": 10, "sampled": 0, "lost": 3}
 
@@ -418,10 +338,9 @@ def test_a_writer_killed_at_each_store_of_reserving(after: int) -> None:
     buffer = shared(LazyTensorStorage, 12)
     buffer.extend(frames(range(12)))
     for rows in (2, 2, 2):
-        with child(block_in_put, buffer, rows) as (process, pipe):
+        with child(put_half, buffer, rows, wait_here) as (process, pipe):
             assert hear(pipe) == "in put"
-            os.kill(process.pid, signal.SIGKILL)
-            process.join(WAIT_S)
+            kill(process)
     buffer.extend(frames(range(20, 26)))  # after six rows that hold nothing
     with child(die_while_reserving, buffer, after, 2) as (process, pipe):
         said = hear(pipe)
@@ -445,7 +364,7 @@ def test_a_stopped_writer_is_never_read_and_awaited_when_its_rows_are_needed(
     monkeypatch.setattr(swath.data.ledger, "PATIENCE_S", 0.3)
     buffer = shared(kind, 8)
     buffer.extend(frames(range(10)))
-    with child(stop_in_put, buffer, 3) as (process, pipe):
+    with child(put_half, buffer, 3, stop_here) as (process, pipe):
         until(lambda: is_stopped(process.pid))
         begun = time.monotonic()
         while time.monotonic() - begun < 0.3:  # also after it has become slow
@@ -470,7 +389,7 @@ def test_a_stopped_writer_is_never_read_and_awaited_when_its_rows_are_needed(
 def test_writers_go_on_when_a_stopped_one_goes_on(kind: type[TensorStorage]) -> None:
     buffer = shared(kind, 8)
     buffer.extend(frames(range(8)))
-    with child(stop_in_put, buffer, 3) as (stopped, pipe), child(answer, buffer) as (_, other):
+    with child(put_half, buffer, 3, stop_here) as (stopped, pipe), child(answer, buffer) as (_, other):
         until(lambda: is_stopped(stopped.pid))
         other.send(("extend", range(20, 28)))  # needs all rows
         assert not other.poll(0.2)
@@ -487,7 +406,7 @@ def test_an_epoch_without_replacement_does_not_contain_what_a_stopped_writer_wri
     monkeypatch.setattr(swath.data.ledger, "SLOW_NS", 0)
     buffer = shared(kind, 8, sampler=SamplerWithoutReplacement(), batch_size=2)
     buffer.extend(frames(range(10)))
-    with child(stop_in_put, buffer, 3) as (process, _):
+    with child(put_half, buffer, 3, stop_here) as (process, _):
         until(lambda: is_stopped(process.pid))
         for _ in range(3):
             assert sorted(n for batch in buffer for n in check(batch)) == [5, 6, 7, 8, 9]
@@ -515,8 +434,7 @@ def test_a_process_killed_while_it_changes_frames_in_place() -> None:
     buffer.extend(frames(range(8)))
     with child(overwrite_half, buffer, 3) as (process, pipe):
         assert hear(pipe) == "in the middle"
-        os.kill(process.pid, signal.SIGKILL)
-        process.join(WAIT_S)
+        kill(process)
     for _ in range(10):
         assert set(check(buffer.sample(50))) <= set(range(3, 8))
     assert len(buffer) == 5
@@ -548,7 +466,7 @@ def test_frames_are_not_changed_in_place_while_somebody_writes_them(
     monkeypatch.setattr(swath.data.ledger, "PATIENCE_S", 0.2)
     buffer = shared(kind, 8)
     buffer.extend(frames(range(10)))
-    with child(stop_in_put, buffer, 3) as (process, pipe):
+    with child(put_half, buffer, 3, stop_here) as (process, pipe):
         until(lambda: is_stopped(process.pid))
         with pytest.raises(TimeoutError, match=str(process.pid)):
             buffer[:] = frames(range(30, 38))
@@ -560,28 +478,23 @@ def test_frames_are_not_changed_in_place_while_somebody_writes_them(
         assert check(buffer[:]) == list(range(30, 38))
 
 
-def test_a_place_in_the_table_of_writers_is_used_again() -> None:
-    """More writers than the table has room for may come and go."""
+def test_a_place_in_the_table_of_writers_is_used_again_but_there_are_only_so_many() -> None:
+    """More writers than the table has room for may come and go; one too many at a time is told so."""
     buffer = shared(LazyTensorStorage, 8)
     buffer.extend(frames([0]))
     ledger = buffer.storage.ledger
-    for n in range(6):
-        with child(write_once, buffer, [n]) as (_, pipe):
+
+    def written_by_another() -> Any:
+        with child(write_once, buffer, frames([1])) as (_, pipe):
             assert hear(pipe) == "ready"
             pipe.send("go")
-            assert len(hear(pipe)) == 1
+            return hear(pipe)
+
+    for _ in range(6):
+        assert len(written_by_another()) == 1
     assert int((ledger._pids != 0).sum()) == 2
-
-
-def test_one_writer_too_many_is_told_so() -> None:
-    buffer = shared(LazyTensorStorage, 8)
-    buffer.extend(frames([0]))
-    ledger = buffer.storage.ledger
     ledger._pids[:], ledger._births[:] = ledger._pids[0], ledger._births[0]
-    with child(write_once, buffer, [1]) as (_, pipe):
-        assert hear(pipe) == "ready"
-        pipe.send("go")
-        assert "256" in str(hear(pipe))
+    assert "256" in str(written_by_another())
     buffer.extend(frames([1]))
 
 
@@ -616,6 +529,21 @@ def sample_on(pipe: Any, buffer: ReplayBuffer, numbers: MemoryBlock) -> None:
         pipe.send(repr(error))
 
 
+@contextlib.contextmanager
+def three_that_write(buffer: ReplayBuffer) -> Iterator[tuple[MemoryBlock, np.ndarray]]:
+    """Three processes that `write_on`, all of which have begun, until the context ends; they must end by themselves."""
+    numbers = MemoryBlock(64 * 8)
+    told = numbers.array((64,), np.int64)
+    with contextlib.ExitStack() as alive:
+        writers = [alive.enter_context(child(write_on, buffer, numbers, place))[0] for place in range(3)]
+        until(lambda: told[COUNTS : COUNTS + 3].all())  # there is something to sample
+        yield numbers, told
+        told[STOP] = 1
+        for writer in writers:
+            writer.join(WAIT_S)
+            assert writer.exitcode == 0
+
+
 def kill_again_and_again(buffer: ReplayBuffer, numbers: MemoryBlock) -> int:
     """Start a writer, sample a few times, kill it, and so on; returns how often."""
     told, chance, kills = numbers.array((64,), np.int64), random.Random(1), 0
@@ -632,24 +560,13 @@ def kill_again_and_again(buffer: ReplayBuffer, numbers: MemoryBlock) -> int:
 
 
 def storm(kind: type[TensorStorage]) -> None:
-    buffer, numbers = shared(kind, 256), MemoryBlock(64 * 8)
-    told = numbers.array((64,), np.int64)
-    others = [start(write_on, buffer, numbers, place) for place in range(3)]
-    try:
-        until(lambda: told[COUNTS : COUNTS + 3].all())  # there is something to sample
-        others.append(start(sample_on, buffer, numbers))
-        _, from_reader = others[3]
+    buffer = shared(kind, 256)
+    with three_that_write(buffer) as (numbers, told), child(sample_on, buffer, numbers) as (reader, from_reader):
         kills = kill_again_and_again(buffer, numbers)
         told[STOP] = 1
         assert hear(from_reader) is None
-        for process, _ in others:
-            process.join(WAIT_S)
-            assert process.exitcode == 0
-    finally:
-        told[STOP] = 1
-        for process, pipe in others:
-            end(process)
-            pipe.close()
+        reader.join(WAIT_S)
+        assert reader.exitcode == 0
     ledger = buffer.storage.ledger
     with ledger.at_rest():
         assert len(buffer) == whole_rows(buffer)
@@ -695,66 +612,36 @@ def write_trajectories(pipe: Any, buffer: ReplayBuffer, place: int) -> None:
 
 
 def test_slices_of_a_shared_buffer_are_whole_trajectories() -> None:
-    slices = pytest.importorskip("swath.data.slices")
-    buffer = shared(LazyTensorStorage, 600, sampler=slices.SliceSampler(slice_len=5), batch_size=20)
-    one, to_one = start(write_trajectories, buffer, 1)
-    two, to_two = start(write_trajectories, buffer, 2)
-    try:
+    buffer = shared(LazyTensorStorage, 600, sampler=SliceSampler(slice_len=5), batch_size=20)
+    with child(write_trajectories, buffer, 1), child(write_trajectories, buffer, 2):
         until(lambda: buffer.write_count > 700)
         for _ in range(300):
             batch = buffer.sample()
-            numbers = np.array(check(batch)).reshape(4, 5)
+            numbers = np.array(check(batch, flags=False)).reshape(4, 5)
             assert (np.diff(numbers, axis=1) == 1).all()
             ids = batch["collector", "traj_ids"].reshape(4, 5)
             assert (ids == ids[:, :1]).all()
-    finally:
-        end(one)
-        end(two)
-        to_one.close()
-        to_two.close()
 
 
 def test_priorities_on_a_shared_buffer() -> None:
-    prioritized = pytest.importorskip("swath.data.prioritized")
-    buffer = shared(LazyTensorStorage, 128, sampler=prioritized.PrioritizedSampler(128, 0.7, 0.5), batch_size=16)
-    numbers = MemoryBlock(64 * 8)
-    told = numbers.array((64,), np.int64)
-    one, pipe = start(write_on, buffer, numbers, 0)
-    try:
-        until(lambda: told[COUNTS] > 200)
+    buffer = shared(LazyTensorStorage, 128, sampler=PrioritizedSampler(128, 0.7, 0.5), batch_size=16)
+    with three_that_write(buffer):
+        until(lambda: buffer.write_count > 200)
         for _ in range(300):
             batch, info = buffer.sample(return_info=True)
             check(batch)
             buffer.update_priority(info["index"], torch.rand(16))
             assert (info["_weight"] > 0).all()
-        told[STOP] = 1
-        one.join(WAIT_S)
-        held = set(check(buffer[:]))
-        assert set(check(buffer.sample(1000))) <= held
-    finally:
-        end(one)
-        pipe.close()
+    assert set(check(buffer.sample(1000))) <= set(check(buffer[:]))
 
 
 def test_a_checkpoint_can_be_made_while_others_write() -> None:
     buffer = shared(LazyTensorStorage, 256)
-    numbers = MemoryBlock(64 * 8)
-    told = numbers.array((64,), np.int64)
-    processes = [start(write_on, buffer, numbers, place) for place in range(3)]
-    try:
-        until(lambda: told[COUNTS : COUNTS + 3].all())
+    with three_that_write(buffer):
         for _ in range(5):
             begun = time.monotonic()
             state = buffer.state_dict()
             assert time.monotonic() - begun < 20.0
-            copy = ReplayBuffer(storage=LazyTensorStorage(256))
+            copy = buffer_of(size=256)
             copy.load_state_dict(state)
             assert len(check(copy[:])) == len(copy)
-        told[STOP] = 1
-        for process, _ in processes:
-            process.join(WAIT_S)
-            assert process.exitcode == 0
-    finally:
-        for process, pipe in processes:
-            end(process)
-            pipe.close()

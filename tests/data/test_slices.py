@@ -246,10 +246,12 @@ def test_flags_are_told_beside_the_batch_as_well(stored: bool) -> None:
     assert set(drawn.info) == {TRUNCATED, DONE, TERMINATED, *(["is_init"] if stored else [])}
     for key, flags in drawn.overrides.items():
         assert np.array_equal(drawn.info[key], flags)
+    assert drawn.overrides[TRUNCATED][:, 0].tolist() == drawn.overrides[DONE][:, 0].tolist() == [False, True] * 30
     ends = drawn.index == 7  # the second episode terminates
     assert drawn.info[TERMINATED][:, 0].tolist() == (ends & stored).tolist()
     assert ends.any()
     assert drawn.info[TERMINATED].shape == (60, 1)
+    assert (TERMINATED in drawn.overrides) is not stored, "what the buffer has not is added"
 
 
 def test_flags_have_the_shape_of_their_entry() -> None:
@@ -259,17 +261,6 @@ def test_flags_have_the_shape_of_their_entry() -> None:
     assert {key: flags.shape for key, flags in drawn.overrides.items()} == dict.fromkeys(
         (TRUNCATED, DONE, "is_init"), (3,)
     )
-
-
-def test_flags_that_the_buffer_has_not_are_added() -> None:
-    ring = episodes(3, 5)
-    ring.columns = {"episode": ring.columns[IDS]}
-    drawn = SliceSampler(slice_len=3).draw(ring.contents(), 3, seeded())
-    assert {key: flags[:, 0].tolist() for key, flags in drawn.overrides.items()} == {
-        TRUNCATED: [False, False, True],
-        DONE: [False, False, True],
-        TERMINATED: [False, False, False],
-    }
 
 
 def test_flags_stay_as_they_are_if_nobody_wants_them() -> None:
@@ -294,22 +285,18 @@ def test_the_number_of_slices_can_be_given_instead_of_their_length() -> None:
     assert len(list(slices(ring, SliceSampler(num_slices=4).draw(ring.contents(), 12, seeded())))) == 4
 
 
-@pytest.mark.parametrize("missing", [IDS, DONE])
-def test_ids_and_flags_both_count(missing: Any) -> None:
-    """Where only one of them tells, a run ends all the same."""
-    ring = episodes(4, 4)
-    if missing == IDS:
-        ring.columns[IDS][:] = 7
-    else:
-        ring.columns[DONE][:] = False
-    drawn = SliceSampler(slice_len=3).draw(ring.contents(), 3 * 200, seeded())
-    assert {begin for _, begin, _ in slices(ring, drawn)} == {0, 1, 4, 5}
-
-
 def starts(ring: Ring, **options: Any) -> set[int]:
     """Where slices of three frames begin."""
     drawn = SliceSampler(slice_len=3, **options).draw(ring.contents(), 3 * 200, seeded())
     return set(drawn.index[::3].tolist())
+
+
+@pytest.mark.parametrize("missing", [IDS, DONE])
+def test_ids_and_flags_both_count(missing: Any) -> None:
+    """Where only one of them tells, a run ends all the same."""
+    ring = episodes(4, 4)
+    ring.columns[missing][:] = 0
+    assert starts(ring) == {0, 1, 4, 5}
 
 
 def test_with_ids_asked_for_flags_do_not_count() -> None:
@@ -336,8 +323,7 @@ def test_any_of_several_flags_ends_a_run() -> None:
     ring = episodes(4, 4, 4)
     columns = ring.columns
     ring.columns = {"a": columns[TRUNCATED], "b": columns[TERMINATED], TRUNCATED: columns[TRUNCATED]}
-    drawn = SliceSampler(slice_len=3, end_keys=["a", "b", "c"]).draw(ring.contents(), 3 * 200, seeded())
-    assert {begin for _, begin, _ in slices(ring, drawn)} == {0, 1, 4, 5, 8, 9}
+    assert starts(ring, end_keys=["a", "b", "c"]) == {0, 1, 4, 5, 8, 9}
 
 
 @pytest.mark.parametrize("name", ["ends", "trajectories"])
@@ -346,12 +332,9 @@ def test_boundaries_can_be_given_as_arrays(name: str, full: bool) -> None:
     ring = episodes(4, 4, capacity=8 if full else 20)
     array = {"ends": ring.columns[DONE][:8, 0], "trajectories": ring.columns[IDS][:8]}[name]
     ring.columns = {}
-    sampler = SliceSampler(slice_len=3, cache_values=True, **{name: torch.as_tensor(array)})
-    drawn = sampler.draw(ring.contents(), 3 * 200, seeded())
-    assert {begin for _, begin, _ in slices(ring, drawn)} == {0, 1, 4, 5}
-    short = SliceSampler(slice_len=3, cache_values=True, **{name: torch.as_tensor(array[:7])})
+    assert starts(ring, cache_values=True, **{name: torch.as_tensor(array)}) == {0, 1, 4, 5}
     with pytest.raises(ValueError, match=f"`{name}` must have an element for each frame.*got 7"):
-        short.draw(ring.contents(), 3, seeded())
+        starts(ring, cache_values=True, **{name: torch.as_tensor(array[:7])})
 
 
 @pytest.mark.parametrize(
@@ -361,20 +344,16 @@ def test_boundaries_can_be_given_as_arrays(name: str, full: bool) -> None:
         ({"traj_key": "id", "end_key": "over"}, "no entry 'over'.*`end_key`"),
         ({"end_key": ("next", "over")}, r"no entry \('next', 'over'\).*`end_key`"),
         ({"end_keys": ["a", "b"]}, "no entry 'a' or 'b'.*`end_key`"),
+        ({}, "cannot be told apart"),
     ],
 )
-def test_an_entry_that_is_asked_for_must_exist(options: dict[str, Any], words: str) -> None:
+def test_something_must_tell_trajectories_apart(options: dict[str, Any], words: str) -> None:
     ring = episodes(5)
     ring.hidden = DONE
+    if not options:
+        ring.columns = {}
     with pytest.raises(KeyError, match=words):
-        SliceSampler(slice_len=3, **options).draw(ring.contents(), 3, seeded())
-
-
-def test_something_must_tell_trajectories_apart() -> None:
-    ring = episodes(5)
-    ring.columns = {}
-    with pytest.raises(KeyError, match="cannot be told apart"):
-        SliceSampler(slice_len=3).draw(ring.contents(), 3, seeded())
+        starts(ring, **options)
 
 
 @pytest.mark.parametrize(
@@ -450,21 +429,24 @@ def test_the_batch_size_must_fit(options: dict[str, int], name: str, batch_size:
         SliceSampler(**options).draw(episodes(20).contents(), batch_size, seeded())
 
 
-def test_there_must_be_a_trajectory_that_is_long_enough() -> None:
-    with pytest.raises(NothingToSampleError, match="slices are of 6 frames, the trajectories in the buffer of 2 to 5"):
-        SliceSampler(slice_len=6).draw(episodes(3, 5, 2).contents(), 6, seeded())
-
-
-def test_an_empty_buffer_has_no_slices() -> None:
-    with pytest.raises(NothingToSampleError, match="empty"):
-        SliceSampler(slice_len=6).draw(Ring(1, 10).contents(), 6, seeded())
-
-
-def test_padding_alone_has_no_slices() -> None:
+def padding() -> Ring:
     ring = Ring(2, 10)
     ring.pad(4)
-    with pytest.raises(NothingToSampleError, match="no frame of any trajectory"):
-        SliceSampler(slice_len=2, strict_length=False).draw(ring.contents(), 6, seeded())
+    return ring
+
+
+@pytest.mark.parametrize(
+    ("ring", "strict", "words"),
+    [
+        (episodes(3, 5, 2), True, "slices are of 6 frames, the trajectories in the buffer of 2 to 5"),
+        (Ring(1, 10), True, "empty"),
+        (padding(), False, "no frame of any trajectory"),
+    ],
+    ids=["too short", "empty", "padding"],
+)
+def test_there_must_be_a_trajectory_that_is_long_enough(ring: Ring, strict: bool, words: str) -> None:
+    with pytest.raises(NothingToSampleError, match=words):
+        SliceSampler(slice_len=6, strict_length=strict).draw(ring.contents(), 6, seeded())
 
 
 def test_emptying_forgets_all_boundaries() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from buffer_tools import buffer_of, check, frames
 from tensordict import TensorDict
 
 from swath.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, Storage, TensorStorage
@@ -25,17 +26,6 @@ from swath.data.storage_layout import dtype_named, name_of
 from swath.runtime.columns import array_of, tensor_of
 
 COLUMNS = [LazyTensorStorage, LazyMemmapStorage]
-
-
-def frames(*numbers: int) -> TensorDict:
-    n = torch.tensor(numbers)
-    return TensorDict({"n": n, "next": {"flag": (n % 2).bool()[:, None]}}, [len(n)])
-
-
-def numbers_of(buffer: ReplayBuffer) -> list[int]:
-    held = buffer[:]
-    assert torch.equal((held["n"] % 2).bool()[:, None], held["next", "flag"])
-    return list(held["n"].tolist())
 
 
 def mode_of(path: Path) -> int:
@@ -57,7 +47,7 @@ def umask(mask: int) -> Any:
 def test_a_file_in_a_directory_is_ours_alone(tmp_path: Path) -> None:
     with umask(0):
         buffer = ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=tmp_path / "deep" / "scratch"))
-        buffer.extend(frames(1, 2, 3))
+        buffer.extend(frames([1, 2, 3]))
     assert mode_of(tmp_path / "deep" / "scratch") == 0o700
     (file,) = (tmp_path / "deep" / "scratch").iterdir()
     assert mode_of(file) == 0o600
@@ -67,27 +57,20 @@ def test_a_file_in_a_directory_is_ours_alone(tmp_path: Path) -> None:
 def test_a_file_that_others_could_read_is_made_ours(tmp_path: Path) -> None:
     (tmp_path / "frames.bin").touch()
     (tmp_path / "frames.bin").chmod(0o644)
-    ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path, existsok=True)).extend(frames(1))
+    ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path, existsok=True)).extend(frames([1]))
     assert mode_of(tmp_path / "frames.bin") == 0o600
 
 
-def test_a_file_that_is_there_is_kept_unless_one_says_otherwise(tmp_path: Path) -> None:
-    ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path)).extend(frames(1, 2, 3))
+def test_a_file_stays_after_us_and_is_kept_unless_one_says_otherwise(tmp_path: Path) -> None:
+    ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=str(tmp_path))).extend(frames([1, 2, 3]))
     before = (tmp_path / "frames.bin").read_bytes()
     with pytest.raises(RuntimeError, match="existsok"):
         LazyMemmapStorage(10, scratch_dir=tmp_path)
     assert (tmp_path / "frames.bin").read_bytes() == before
     again = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path, existsok=True))
     assert len(again) == 0
-    again.extend(frames(7))
-    assert numbers_of(again) == [7]
-
-
-def test_a_file_of_ours_stays_after_us(tmp_path: Path) -> None:
-    buffer = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=str(tmp_path / "s")))
-    buffer.extend(frames(1))
-    del buffer
-    assert (tmp_path / "s" / "frames.bin").exists()
+    again.extend(frames([7]))
+    assert check(again[:]) == [7]
 
 
 def test_nothing_is_left_without_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +78,8 @@ def test_nothing_is_left_without_a_directory(tmp_path: Path, monkeypatch: pytest
     gc.collect()
     before = set(os.listdir("/proc/self/fd"))
     buffer = ReplayBuffer(storage=LazyMemmapStorage(1000))
-    buffer.extend(frames(*range(50)))
-    assert numbers_of(buffer) == list(range(50))
+    buffer.extend(frames(range(50)))
+    assert check(buffer[:]) == list(range(50))
     assert not list(tmp_path.iterdir())
     buffer.share()
     del buffer
@@ -148,20 +131,14 @@ def test_nothing_is_laid_out_before_the_first_write(kind: type[TensorStorage]) -
     assert not storage.is_shared
     buffer = ReplayBuffer(storage=storage)
     assert (len(buffer), buffer.write_count) == (0, 0)
-    buffer.extend(frames(1))
+    buffer.extend(frames([1, 2, 3]))
     assert storage.is_ready
-    assert storage.entry(("next", "flag"), np.arange(10)).shape[0] == 10
+    assert repr(storage) == f"{kind.__name__}(3 of 10 frames, device='cpu')"
+    assert storage.entry(("next", "done"), np.arange(10)).shape[0] == 10
     assert storage.shape == (10,)
     assert storage.entry("n", np.zeros((2, 3), np.int64)).shape == (2, 3)
     with pytest.raises(KeyError, match="flag"):
         storage.entry("flag", np.arange(1))
-
-
-@pytest.mark.parametrize("kind", COLUMNS)
-def test_it_tells_how_full_it_is(kind: type[TensorStorage]) -> None:
-    storage = kind(10)
-    ReplayBuffer(storage=storage).extend(frames(1, 2, 3))
-    assert repr(storage) == f"{kind.__name__}(3 of 10 frames, device='cpu')"
 
 
 def test_names_of_types() -> None:
@@ -178,7 +155,7 @@ def test_names_of_types() -> None:
 @pytest.mark.parametrize("kind", COLUMNS)
 @pytest.mark.parametrize("shared", [False, True])
 def test_columns_of_all_sizes_do_not_touch_each_other(kind: type[TensorStorage], shared: bool) -> None:
-    buffer = ReplayBuffer(storage=kind(7), shared=shared)
+    buffer = buffer_of(kind, 7, shared=shared)
     entries = {
         f"{name}{width}": torch.randn(7, width).mul(100).to(dtype)
         for name, dtype in (("u", torch.uint8), ("f", torch.float64), ("h", torch.bfloat16), ("b", torch.bool))
@@ -196,12 +173,12 @@ def test_columns_of_all_sizes_do_not_touch_each_other(kind: type[TensorStorage],
 def test_another_buffer_may_stand_on_a_filled_storage(kind: type[Storage]) -> None:
     storage = kind(4)
     one = ReplayBuffer(storage=storage)
-    one.extend(frames(1, 2, 3))
+    one.extend(frames([1, 2, 3]))
     two = ReplayBuffer(storage=storage)
     assert (len(two), two.write_count) == (3, 3)
-    assert numbers_of(two) == [1, 2, 3]
-    two.extend(frames(4, 5))
-    assert numbers_of(one) == [5, 2, 3, 4]
+    assert check(two[:]) == [1, 2, 3]
+    two.extend(frames([4, 5]))
+    assert check(one[:]) == [5, 2, 3, 4]
     assert set(one.sample(100)["n"].tolist()) == {2, 3, 4, 5}
 
 
@@ -209,24 +186,26 @@ def test_another_buffer_may_stand_on_a_filled_storage(kind: type[Storage]) -> No
 def test_sharing_a_filled_storage_keeps_everything(kind: type[TensorStorage]) -> None:
     storage = kind(5)
     buffer = ReplayBuffer(storage=storage)
-    buffer.extend(frames(*range(7)))
+    buffer.extend(frames(range(7)))
     seams = storage.seams.copy()
     buffer.share()
     buffer.share()
     assert storage.is_shared
-    assert numbers_of(buffer) == [5, 6, 2, 3, 4]
+    assert check(buffer[:]) == [5, 6, 2, 3, 4]
     assert (len(buffer), buffer.write_count) == (5, 7)
     assert np.array_equal(storage.seams, seams)
-    assert buffer.extend(frames(7, 8)).tolist() == [2, 3]
-    assert numbers_of(buffer) == [5, 6, 7, 8, 4]
+    assert buffer.extend(frames([7, 8])).tolist() == [2, 3]
+    assert check(buffer[:]) == [5, 6, 7, 8, 4]
     assert set(buffer.sample(100)["n"].tolist()) == {4, 5, 6, 7, 8}
 
 
-def test_a_list_cannot_be_shared() -> None:
+def test_what_cannot_be_shared_says_so() -> None:
     with pytest.raises(TypeError, match="LazyTensorStorage"):
-        ReplayBuffer(storage=ListStorage(5), shared=True)
+        buffer_of(ListStorage, shared=True)
     with pytest.raises(TypeError, match="LazyTensorStorage"):
-        ReplayBuffer(storage=ListStorage(5)).share()
+        buffer_of(ListStorage).share()
+    with pytest.raises(ValueError, match="cpu"):
+        LazyTensorStorage(4, device="meta").share()
 
 
 @pytest.mark.parametrize("filled", [False, True])
@@ -234,45 +213,39 @@ def test_private_memory_is_copied_when_pickled(filled: bool) -> None:
     storage = LazyTensorStorage(4)
     buffer = ReplayBuffer(storage=storage)
     if filled:
-        buffer.extend(frames(*range(6)))
+        buffer.extend(frames(range(6)))
     twin = ReplayBuffer(storage=pickle.loads(pickle.dumps(storage)))
     assert len(twin) == len(buffer)
-    twin.extend(frames(50))
-    assert 50 in numbers_of(twin)
-    assert not filled or 50 not in numbers_of(buffer)
+    twin.extend(frames([50]))
+    assert 50 in check(twin[:])
+    assert not filled or 50 not in check(buffer[:])
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
 @pytest.mark.parametrize("filled", [False, True])
 def test_shared_memory_is_the_same_when_pickled(kind: type[TensorStorage], filled: bool) -> None:
-    buffer = ReplayBuffer(storage=kind(4), shared=True, batch_size=3)
+    buffer = buffer_of(kind, 4, shared=True, batch_size=3)
     if filled:
-        buffer.extend(frames(*range(6)))
+        buffer.extend(frames(range(6)))
     twin = pickle.loads(pickle.dumps(buffer))
     assert twin.is_shared
     assert len(twin) == len(buffer)
-    twin.extend(frames(50))
-    assert 50 in numbers_of(buffer)
-    buffer.extend(frames(60))
-    assert 60 in numbers_of(twin)
+    twin.extend(frames([50]))
+    assert 50 in check(buffer[:])
+    buffer.extend(frames([60]))
+    assert 60 in check(twin[:])
     assert twin.write_count == buffer.write_count == (8 if filled else 2)
     twin.empty()
     assert len(buffer) == 0
 
 
 def test_a_private_file_is_shared_by_pickling_it() -> None:
-    buffer = ReplayBuffer(storage=LazyMemmapStorage(4))
-    buffer.extend(frames(*range(6)))
+    buffer = buffer_of(LazyMemmapStorage, 4)
+    buffer.extend(frames(range(6)))
     twin = pickle.loads(pickle.dumps(buffer))
-    twin.extend(frames(50))
+    twin.extend(frames([50]))
     assert buffer.is_shared
-    assert numbers_of(buffer) == numbers_of(twin) == [4, 5, 50, 3]
-
-
-def test_a_storage_on_an_accelerator_cannot_be_shared() -> None:
-    storage = LazyTensorStorage(4, device="meta")
-    with pytest.raises(ValueError, match="cpu"):
-        storage.share()
+    assert check(buffer[:]) == check(twin[:]) == [4, 5, 50, 3]
 
 
 @pytest.mark.parametrize("kind", COLUMNS)

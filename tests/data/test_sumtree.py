@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,18 +134,26 @@ def test_weights_that_cannot_be_summed_are_refused(weight: float) -> None:
     assert tree.total == 10.0
 
 
-@pytest.mark.parametrize("index", [-1, 10])
-def test_indices_outside_are_refused(index: int) -> None:
-    with pytest.raises(IndexError, match="from 0 to 9"):
-        SumTree(10).set(np.array([0, index]), np.array([1.0, 1.0]))
-
-
 @pytest.mark.parametrize(
-    ("start", "stop", "more"), [(-1, 3, ()), (3, 2, ()), (0, 11, ()), (0, 3, (4, 3)), (0, 3, (2, 2))]
+    ("wrong", "error", "words"),
+    [
+        (lambda tree: tree.set(np.array([0, -1]), 1.0), IndexError, "from 0 to 9"),
+        (lambda tree: tree.set(np.array([0, 10]), 1.0), IndexError, "from 0 to 9"),
+        (lambda tree: tree.fill(-1, 3, 1.0), IndexError, "within 0 and 10"),
+        (lambda tree: tree.fill(3, 2, 1.0), IndexError, "within 0 and 10"),
+        (lambda tree: tree.fill(0, 11, 1.0), IndexError, "within 0 and 10"),
+        (lambda tree: tree.fill(0, 3, 1.0, 4, 3), IndexError, "within 0 and 10"),
+        (lambda tree: tree.fill(0, 3, 1.0, 2, 2), IndexError, "within 0 and 10"),
+        (lambda tree: tree.load(np.ones(11)), ValueError, "room for 10 weights, got 11"),
+        (lambda tree: tree.find(np.array([0.0])), ValueError, "All weights are zero"),
+        (lambda tree: SumTree(0), ValueError, "capacity of at least 1"),
+    ],
 )
-def test_ranges_outside_are_refused(start: int, stop: int, more: tuple[int, ...]) -> None:
-    with pytest.raises(IndexError, match="within 0 and 10"):
-        SumTree(10).fill(start, stop, 1.0, *more)
+def test_what_a_tree_has_no_room_for_is_refused(
+    wrong: Callable[[SumTree], Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        wrong(SumTree(10))
 
 
 def test_a_larger_tree_has_the_same_weights() -> None:
@@ -154,18 +164,3 @@ def test_a_larger_tree_has_the_same_weights() -> None:
     assert larger.get(np.arange(7)).tolist() == [0, 1, 2, 3, 4, 0, 0]
     assert (larger.total, larger.minimum, larger.maximum) == (10, 1, 4)
     assert larger.find(np.array([0.5, 9.5])).tolist() == [1, 4]
-
-
-def test_an_empty_tree_has_nothing_to_find() -> None:
-    with pytest.raises(ValueError, match="All weights are zero"):
-        SumTree(10).find(np.array([0.0]))
-
-
-def test_a_capacity_of_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="capacity of at least 1"):
-        SumTree(0)
-
-
-def test_more_weights_than_there_is_room_for_are_refused() -> None:
-    with pytest.raises(ValueError, match="room for 3 weights, got 4"):
-        SumTree(3).load(np.ones(4))

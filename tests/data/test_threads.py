@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from buffer_tools import WAIT_S, Feeder, check, frames
+from buffer_tools import WAIT_S, Feeder, buffer_of, check, together
+from buffer_tools import large_frames as frames
 
 from swath.data import (
     LazyMemmapStorage,
@@ -25,13 +26,6 @@ from swath.data import (
 )
 from swath.data.pacing import Feeders
 from swath.data.prioritized import PrioritizedSampler
-
-
-def together(*jobs: Callable[[], Any]) -> list[Any]:
-    """What the jobs return, each of which ran in a thread of its own; the first error is raised."""
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        begun = [pool.submit(job) for job in jobs]
-        return [job.result(WAIT_S) for job in begun]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -131,11 +125,10 @@ def test_emptying_and_saving_between_writes_of_others() -> None:
             buffer.extend(frames(range(first, first + 7)))
             number += 7
 
-    with ThreadPoolExecutor(2) as pool:
-        writers = [pool.submit(write, place) for place in (1, 2)]
+    def save() -> None:
         try:
             for at in range(30):
-                twin = ReplayBuffer(storage=LazyTensorStorage(64))
+                twin = buffer_of(size=64)
                 twin.load_state_dict(buffer.state_dict())
                 if len(twin):
                     assert len(check(twin[:])) == len(twin)
@@ -143,8 +136,8 @@ def test_emptying_and_saving_between_writes_of_others() -> None:
                     buffer.empty()
         finally:
             over.set()
-        for writer in writers:
-            writer.result(WAIT_S)
+
+    together(lambda: write(1), lambda: write(2), save)
 
 
 def test_two_buffers_over_one_storage_may_be_used_by_two_threads() -> None:
@@ -182,7 +175,7 @@ def waiting(pool: ThreadPoolExecutor, buffer: ReplayBuffer, feeder: Feeder) -> F
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("options", [{}, {"prefetch": 2, "batch_size": 4}])
 def test_sampling_waits_for_the_first_frames(pool: ThreadPoolExecutor, shared: bool, options: dict[str, Any]) -> None:
-    buffer, feeder = ReplayBuffer(storage=LazyTensorStorage(16), shared=shared, **options), Feeder()
+    buffer, feeder = buffer_of(size=16, shared=shared, **options), Feeder()
     buffer.attach(feeder)
     sampling = waiting(pool, buffer, feeder)
     buffer.extend(frames(range(3)))
@@ -192,7 +185,7 @@ def test_sampling_waits_for_the_first_frames(pool: ThreadPoolExecutor, shared: b
 
 def test_sampling_waits_for_enough(pool: ThreadPoolExecutor) -> None:
     sampler = SamplerWithoutReplacement(drop_last=True)
-    buffer, feeder = ReplayBuffer(storage=LazyTensorStorage(16), sampler=sampler), Feeder()
+    buffer, feeder = buffer_of(size=16, sampler=sampler), Feeder()
     buffer.attach(feeder)
     buffer.extend(frames(range(3)))
     sampling = waiting(pool, buffer, feeder)
@@ -201,17 +194,20 @@ def test_sampling_waits_for_enough(pool: ThreadPoolExecutor) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_failure_ends_the_wait(pool: ThreadPoolExecutor, shared: bool) -> None:
-    buffer, feeder = ReplayBuffer(storage=LazyTensorStorage(16), shared=shared), Feeder()
+@pytest.mark.parametrize("failure", [None, ZeroDivisionError("in the env")])
+def test_a_feeder_that_ends_or_fails_ends_the_wait(
+    pool: ThreadPoolExecutor, shared: bool, failure: Exception | None
+) -> None:
+    buffer, feeder = buffer_of(size=16, shared=shared), Feeder()
     buffer.attach(feeder)
     sampling = waiting(pool, buffer, feeder)
-    feeder.failure, feeder.feeding = ZeroDivisionError("in the env"), False
-    with pytest.raises(ZeroDivisionError, match="in the env"):
+    feeder.failure, feeder.feeding = failure, False
+    with pytest.raises(type(failure) if failure else NothingToSampleError):
         sampling.result(WAIT_S)
 
 
 def test_a_failure_is_raised_though_there_are_frames() -> None:
-    buffer, feeder = ReplayBuffer(storage=LazyTensorStorage(16)), Feeder()
+    buffer, feeder = buffer_of(size=16), Feeder()
     buffer.extend(frames(range(4)))
     buffer.attach(feeder)
     check(buffer.sample(4))
@@ -220,17 +216,8 @@ def test_a_failure_is_raised_though_there_are_frames() -> None:
         buffer.sample(4)
 
 
-def test_a_feeder_that_ends_without_a_frame_ends_the_wait(pool: ThreadPoolExecutor) -> None:
-    buffer, feeder = ReplayBuffer(storage=LazyTensorStorage(16)), Feeder()
-    buffer.attach(feeder)
-    sampling = waiting(pool, buffer, feeder)
-    feeder.feeding = False
-    with pytest.raises(NothingToSampleError):
-        sampling.result(WAIT_S)
-
-
 def test_a_feeder_that_nobody_holds_is_forgotten() -> None:
-    buffer, feeder = ReplayBuffer(storage=LazyTensorStorage(16)), Feeder()
+    buffer, feeder = buffer_of(size=16), Feeder()
     buffer.attach(feeder)
     del feeder
     begun = time.monotonic()
@@ -241,16 +228,18 @@ def test_a_feeder_that_nobody_holds_is_forgotten() -> None:
 
 def test_feeders_by_themselves() -> None:
     feeders, one, two = Feeders(), Feeder(), Feeder()
-    assert not feeders
     assert not feeders.are_feeding()
+    assert not feeders.have_ended(), "there were none"
     feeders.add(one)
     feeders.add(one)
     feeders.add(two)
-    assert feeders
     one.feeding = False
     assert feeders.are_feeding()
     two.feeding = False
     assert not feeders.are_feeding()
+    assert feeders.have_ended()
     two.failure = KeyError("x")
     with pytest.raises(KeyError):
         feeders.raise_failure()
+    feeders.remove(two)
+    feeders.raise_failure()

@@ -60,25 +60,6 @@ def test_priorities_of_frames_that_are_batches_are_reduced() -> None:
     assert set(buffer.sample(200)["index"].flatten().tolist()) == {1}
 
 
-# -- lists are lists of frames -----------------------------------------------------------------------------------------
-
-
-def test_a_list_of_tuples_is_a_list_of_frames() -> None:
-    buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=3)
-    buffer.extend([(torch.full((4,), float(n)), torch.tensor(n)) for n in range(10)])
-    assert len(buffer) == 10
-    first, second = buffer.sample()
-    assert first.shape == (3, 4)
-    assert torch.equal(first[:, 0], second.float())
-
-
-def test_a_list_of_dicts_is_a_list_of_frames() -> None:
-    buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=3)
-    buffer.extend([{"o": torch.zeros(4), 30: torch.tensor(1.0)} for _ in range(10)])
-    batch = buffer.sample()
-    assert {name: value.shape for name, value in batch.items()} == {"o": (3, 4), 30: (3,)}
-
-
 def test_items_of_unequal_shapes_lie_beside_each_other() -> None:
     buffer = ReplayBuffer(storage=ListStorage(10), batch_size=4)
     buffer.extend([TensorDict({"a": torch.zeros(n)}, []) for n in (3, 4)])
@@ -217,23 +198,6 @@ def test_the_count_of_what_was_written_may_survive_emptying() -> None:
     assert (len(buffer), buffer.write_count) == (5, 45)
     buffer.empty()
     assert (len(buffer), buffer.write_count) == (0, 0)
-
-
-def test_transforms_can_be_turned_round() -> None:
-    class Double:
-        def __call__(self, data: TensorDict) -> TensorDict:
-            return data.set("x", data["x"] * 2)
-
-        def inv(self, data: TensorDict) -> TensorDict:
-            return data.set("x", data["x"] / 2)
-
-    buffer = ReplayBuffer(storage=LazyTensorStorage(10))
-    buffer.append_transform(Double(), invert=True)
-    buffer.extend(TensorDict({"x": torch.ones(3)}, [3]))
-    assert buffer.storage[:]["x"].tolist() == [2.0] * 3
-    assert buffer[:]["x"].tolist() == [1.0] * 3
-    with pytest.raises(ValueError, match="10 is no place"):
-        buffer.insert_transform(10, Double())
 
 
 def test_slices_see_flags_that_were_changed_in_place() -> None:

@@ -1,7 +1,5 @@
 """Custom envs written with `_reset` and `_step`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

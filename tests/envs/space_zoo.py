@@ -1,7 +1,5 @@
 """Spaces of all kinds, an env that plays back samples of them, and slow encodings that are easy to believe."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -12,20 +10,8 @@ from gymnasium.vector import SyncVectorEnv
 
 from swath.envs import EnvBase, GymEnv
 
-BOX_TYPES = [
-    "float16",
-    "float32",
-    "float64",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "bool",
-]
+INTEGERS = ["int8", "int16", "int32", "int64"]
+BOX_TYPES = ["float16", "float32", "float64", *INTEGERS, *(f"u{name}" for name in INTEGERS), "bool"]
 
 SPACES: dict[str, gs.Space[Any]] = {
     **{f"Box {name}": gs.Box(0, 1 if name == "bool" else 100, (2, 3), np.dtype(name)) for name in BOX_TYPES},

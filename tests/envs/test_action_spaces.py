@@ -1,7 +1,5 @@
 """Every space as an action: what the policy wrote is what the env gets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

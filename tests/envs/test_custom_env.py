@@ -1,7 +1,5 @@
 """Custom envs written with `_reset` and `_step`: what they may do, and what they are told when they do it wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

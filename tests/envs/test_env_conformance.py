@@ -1,7 +1,5 @@
 """All envs do what the conformance suite asks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
@@ -12,7 +10,7 @@ from forked_envs import ForkedVectorEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from space_zoo import UnmergedGymEnv
 
-from swath.envs import EnvBase, GymEnv, SerialEnv
+from swath.envs import EnvBase, GymEnv, ParallelEnv, SerialEnv
 from swath.testing import CountingEnv, CountingGymEnv, EnvConformance, counting_envs
 
 short = partial(gym.make, "CartPole-v1", max_episode_steps=6)
@@ -29,6 +27,10 @@ ENVS: dict[str, Callable[[], EnvBase]] = {
     "vector env, same step": lambda: GymEnv(SyncVectorEnv([short] * 3, autoreset_mode=AutoresetMode.SAME_STEP)),
     "vector env, disabled": lambda: GymEnv(SyncVectorEnv([short] * 3, autoreset_mode=AutoresetMode.DISABLED)),
     "async vector env": lambda: GymEnv(ForkedVectorEnv([short] * 2)),
+    "ParallelEnv": lambda: ParallelEnv(3, lambda: GymEnv("Pendulum-v1", max_episode_steps=7)),
+    "ParallelEnv with shared processes": lambda: ParallelEnv(
+        3, lambda: UnmergedGymEnv("CartPole-v1", num_envs=2), envs_per_worker=2
+    ),
 }
 COUNTING: dict[str, Callable[[], EnvBase]] = {
     "counting env": CountingEnv,
@@ -37,6 +39,7 @@ COUNTING: dict[str, Callable[[], EnvBase]] = {
     "dict observations": lambda: SerialEnv(2, counting_envs(2, kind="dict")),
     "pixels": lambda: GymEnv(partial(CountingGymEnv, kind="pixels", truncate=True), num_envs=2),
     "SerialEnv of custom envs": lambda: SerialEnv(3, lambda: CountingEnv(lengths=[3, 1, 4])),
+    "ParallelEnv of custom envs": lambda: ParallelEnv(2, lambda: CountingEnv((2,), kind="dict")),
 }
 
 

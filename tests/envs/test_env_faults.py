@@ -1,7 +1,5 @@
 """Errors of an env keep their type and name the lane."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from typing import Any
@@ -28,25 +26,16 @@ def notes(env: EnvBase, steps: int = 6) -> str:
 
 @needs_notes
 @pytest.mark.parametrize("where", ["step", "reset"])
-def test_the_lane_is_named(where: str) -> None:
-    told = notes(SerialEnv(2, factories(GymEnv, at=2, where=where, lengths=3)))
-    assert f"Raised in {where}(" in told
-    assert "lane 1" in told
-    assert "FaultyGymEnv" in told
-    assert "check_env" in told
+@pytest.mark.parametrize(("inner", "lane"), [(GymEnv, 1), (UnmergedGymEnv, 0)])
+def test_the_lane_and_the_env_are_named(inner: Any, lane: int, where: str) -> None:
+    told = notes(SerialEnv(2, factories(inner, at=2, where=where, lengths=3)))
+    for part in (f"Raised in {where}(", f"lane {lane}", "env 1 of SerialEnv(2", "FaultyGymEnv", "check_env"):
+        assert part in told
 
 
 @needs_notes
 def test_the_action_is_named() -> None:
     assert "step(np.int64(" in notes(GymEnv(FaultyGymEnv(at=1))) or "step(1)" in notes(GymEnv(FaultyGymEnv(at=1)))
-
-
-@needs_notes
-@pytest.mark.parametrize("where", ["step", "reset"])
-def test_the_env_of_a_serial_env_is_named(where: str) -> None:
-    told = notes(SerialEnv(2, factories(UnmergedGymEnv, at=2, where=where, lengths=3)))
-    assert f"Raised in {where}(" in told
-    assert "env 1 of SerialEnv(2" in told
 
 
 def test_an_env_of_the_old_kind_fails_with_a_hint() -> None:

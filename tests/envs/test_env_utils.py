@@ -1,7 +1,5 @@
 """The names that users of torchrl.envs.utils look for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict

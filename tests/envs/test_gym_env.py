@@ -1,7 +1,5 @@
 """GymEnv: by name, from an instance, from a factory, once or several times."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium as gym
@@ -123,7 +121,6 @@ def test_from_pixels(only: bool) -> None:
 def test_from_pixels_and_frame_skip_show_what_is_there_after_the_last_repetition() -> None:
     with GymEnv("CartPole-v1", from_pixels=True, frame_skip=4) as env:
         td = env.rand_step(env.reset())
-        assert env.gym_envs is not None
         np.testing.assert_array_equal(td[NEXT, "pixels"].numpy(), env.gym_envs[0].render())
 
 
@@ -144,40 +141,36 @@ def test_the_same_env_in_two_lanes_is_refused(make: Any) -> None:
         GymEnv(make, num_envs=2)
 
 
-def test_wrong_arguments_are_refused() -> None:
-    inner = CountingGymEnv()
-    with pytest.raises(TypeError, match=r"takes no further arguments: \['render_mode'\]"):
-        GymEnv(inner, render_mode="human")
-    with pytest.raises(ValueError, match="num_envs=2 needs a name or a factory"):
-        GymEnv(inner, num_envs=2)
-    with pytest.raises(ValueError, match="num_envs must be 0"):
-        GymEnv("CartPole-v1", num_envs=-1)
-    with pytest.raises(ValueError, match="frame_skip must be at least 1"):
-        GymEnv("CartPole-v1", frame_skip=0)
-    with pytest.raises(UnsupportedEnvError, match="returned int, not a gymnasium env"):
-        GymEnv(lambda: 3)
-    with pytest.raises(UnsupportedEnvError, match="got int"):
-        GymEnv(3)  # type: ignore[arg-type]
-    with pytest.raises(gym.error.NameNotFound):
-        GymEnv("NoSuchEnv-v0")
+def two() -> Any:
+    return SyncVectorEnv(counting_envs(2))
 
 
-def test_what_a_vector_env_cannot_do_is_refused() -> None:
-    def make() -> Any:
-        return SyncVectorEnv(counting_envs(2))
+@pytest.mark.parametrize(
+    ("env", "options", "error", "told"),
+    [
+        (CountingGymEnv(), {"render_mode": "human"}, TypeError, r"takes no further arguments: \['render_mode'\]"),
+        (CountingGymEnv(), {"num_envs": 2}, ValueError, "num_envs=2 needs a name or a factory"),
+        ("CartPole-v1", {"num_envs": -1}, ValueError, "num_envs must be 0"),
+        ("CartPole-v1", {"frame_skip": 0}, ValueError, "frame_skip must be at least 1"),
+        (lambda: 3, {}, UnsupportedEnvError, "returned int, not a gymnasium env"),
+        (3, {}, UnsupportedEnvError, "got int"),
+        ("NoSuchEnv-v0", {}, gym.error.NameNotFound, "NoSuchEnv"),
+        (two, {"num_envs": 3}, ValueError, "num_envs=3 does not fit a vector env of 2"),
+        (two, {"frame_skip": 2}, ValueError, "frame_skip and from_pixels"),
+        (two(), {"from_pixels": True}, ValueError, "frame_skip and from_pixels"),
+    ],
+)
+def test_wrong_arguments_are_refused(env: Any, options: Any, error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        GymEnv(env, **options)
 
-    with pytest.raises(ValueError, match="num_envs=3 does not fit a vector env of 2"):
-        GymEnv(make, num_envs=3)
-    with pytest.raises(ValueError, match="frame_skip and from_pixels"):
-        GymEnv(make, frame_skip=2)
-    with pytest.raises(ValueError, match="frame_skip and from_pixels"):
-        GymEnv(make(), from_pixels=True)
-    assert GymEnv(make, num_envs=2).batch_size == (2,)
+
+def test_the_number_of_envs_may_be_that_of_a_vector_env() -> None:
+    assert GymEnv(two, num_envs=2).batch_size == (2,)
 
 
 def test_closing_closes_every_env() -> None:
     env = GymEnv(CountingGymEnv, num_envs=3)
-    assert env.gym_envs is not None
     env.close()
     assert all(inner.is_closed for inner in env.gym_envs)  # type: ignore[attr-defined]
 
@@ -195,8 +188,7 @@ class Paying(CountingGymEnv):
 
 
 @pytest.mark.parametrize(
-    "reward",
-    [2, 2.0, np.float32(2), np.float64(2), np.array(2.0), np.array([2.0]), [2.0], np.array([[2]])],
+    "reward", [2, 2.0, np.float32(2), np.float64(2), np.array(2.0), np.array([2.0]), [2.0], np.array([[2]])]
 )
 def test_a_reward_is_one_number_however_it_is_given(reward: Any) -> None:
     td = GymEnv(Paying(reward)).rollout(3)

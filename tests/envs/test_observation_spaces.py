@@ -1,14 +1,12 @@
 """Every space as an observation: what the env told arrives, encoded as promised."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces as gs
-from space_zoo import BOX_TYPES, SPACES, PlaybackEnv, leaves, one, several, slowly_encoded, vector
+from space_zoo import SPACES, PlaybackEnv, leaves, one, several, slowly_encoded, vector
 
 from swath.envs import GymEnv, SerialEnv
 from swath.errors import ShapeError, UnsupportedSpaceError
@@ -31,13 +29,8 @@ def test_what_the_env_told_arrives(name: str, categorical: bool, make: Any) -> N
                 for key, (leaf, part) in leaves(space, value, "observation").items():
                     expected = slowly_encoded(leaf, part, one_hot=not categorical)
                     assert source.get(key)[step].tolist() == expected, (key, step)
-
-
-@pytest.mark.parametrize("name", BOX_TYPES)
-def test_arrays_keep_their_dtype(name: str) -> None:
-    env, _ = one(SPACES[f"Box {name}"])
-    assert env.reset()["observation"].dtype == torch.from_numpy(np.empty(0, name)).dtype
-    assert env.rand_step(env.reset())[NEXT, "observation"].dtype == torch.from_numpy(np.empty(0, name)).dtype
+                    if isinstance(leaf, gs.Box):
+                        assert source.get(key).dtype == torch.from_numpy(np.empty(0, leaf.dtype)).dtype
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """ParallelEnv: what SerialEnv does, in other processes."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys
@@ -17,7 +15,7 @@ import pytest
 import torch
 from gymnasium import spaces as gs
 from gymnasium.vector import SyncVectorEnv
-from space_zoo import SPACES, PlaybackEnv
+from space_zoo import SPACES, PlaybackEnv, UnmergedGymEnv
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
@@ -27,7 +25,7 @@ from swath.envs.registry import Registered
 from swath.errors import ClosedError, UnsupportedEnvError
 from swath.keys import NEXT, RESET
 from swath.seeding import lane_seed
-from swath.testing import CollectorConformance, CountingEnv, CountingGymEnv, EnvConformance, counting_envs
+from swath.testing import CollectorConformance, CountingEnv, CountingGymEnv, counting_envs
 from swath.testing.checks import assert_follows, assert_frames_belong
 
 pytestmark = pytest.mark.timeout(60)
@@ -35,6 +33,7 @@ pytestmark = pytest.mark.timeout(60)
 Whole = Callable[..., EnvBase]
 PARALLEL: dict[str, Whole] = {"one each": ParallelEnv, "two each": partial(ParallelEnv, envs_per_worker=2)}
 WHOLES: dict[str, Whole] = {"serial": SerialEnv, **PARALLEL}
+each_whole = pytest.mark.parametrize("whole", WHOLES.values(), ids=WHOLES)
 
 
 @pytest.fixture
@@ -54,28 +53,7 @@ def close() -> Iterator[Callable[[EnvBase], EnvBase]]:
 Close = Callable[[EnvBase], EnvBase]
 
 
-class OtherGymEnv(GymEnv):
-    """One that SerialEnv does not look into."""
-
-
 # -- the contract ------------------------------------------------------------------------------------------------------
-
-
-class TestParallelEnv(EnvConformance):
-    def make_env(self) -> EnvBase:
-        return ParallelEnv(3, lambda: GymEnv("Pendulum-v1", max_episode_steps=7))
-
-
-class TestSharedProcesses(EnvConformance):
-    def make_env(self) -> EnvBase:
-        return ParallelEnv(3, lambda: OtherGymEnv("CartPole-v1", num_envs=2), envs_per_worker=2)
-
-
-class TestDictObservations(EnvConformance):
-    counts_episodes = True
-
-    def make_env(self) -> EnvBase:
-        return ParallelEnv(2, lambda: CountingEnv((2,), kind="dict"))
 
 
 class TestCollectorOnAParallelEnv(CollectorConformance):
@@ -97,7 +75,7 @@ ENVS: dict[str, Any] = {
     "CartPole": lambda: GymEnv("CartPole-v1"),
     "Pendulum": lambda: GymEnv("Pendulum-v1", max_episode_steps=9),
     "Taxi": lambda: GymEnv("Taxi-v4", max_episode_steps=7, categorical_action_encoding=True),
-    "not looked into": lambda: OtherGymEnv("CartPole-v1"),
+    "not looked into": lambda: UnmergedGymEnv("CartPole-v1"),
     "lanes": lambda: GymEnv("CartPole-v1", num_envs=2),
     "a vector env": lambda: GymEnv(SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2)),
     "gymnasium's own": lambda: gym.make("Acrobot-v1", max_episode_steps=11),
@@ -150,7 +128,7 @@ def test_the_last_process_may_have_fewer(close: Close) -> None:
     assert td["observation"][:, :, 2].tolist() == [[0, 1, 2, 3, 4, 0, 1]] * 5
 
 
-@pytest.mark.parametrize("whole", WHOLES.values(), ids=WHOLES)
+@pytest.mark.parametrize("whole", [*WHOLES.values(), lambda count, _: GymEnv("CartPole-v1", num_envs=count)])
 def test_lanes_are_seeded_by_their_global_index(whole: Whole, close: Close) -> None:
     env = close(whole(3, lambda: GymEnv("CartPole-v1")))
     env.first_lane = 2
@@ -160,8 +138,8 @@ def test_lanes_are_seeded_by_their_global_index(whole: Whole, close: Close) -> N
     assert torch.equal(env.reset()["observation"], other.reset()["observation"][2:])
 
 
-@pytest.mark.parametrize("whole", WHOLES.values(), ids=WHOLES)
-@pytest.mark.parametrize("inner", [GymEnv, OtherGymEnv])
+@each_whole
+@pytest.mark.parametrize("inner", [GymEnv, UnmergedGymEnv])
 def test_partial_resets(whole: Whole, inner: type[GymEnv], close: Close) -> None:
     env = close(whole(3, [partial(inner, make) for make in counting_envs(3)]))
     for marked in itertools.product([False, True], repeat=3):
@@ -174,10 +152,11 @@ def test_partial_resets(whole: Whole, inner: type[GymEnv], close: Close) -> None
         env.reset(TensorDict({RESET: torch.tensor([[not mark] for mark in marked])}))
 
 
-@pytest.mark.parametrize("whole", WHOLES.values(), ids=WHOLES)
-def test_rows_may_change(whole: Whole, close: Close) -> None:
-    """Those that the workers know, and those that somebody has made himself."""
-    env = close(whole(2, counting_envs(2)))
+@each_whole
+@pytest.mark.parametrize("inner", [GymEnv, UnmergedGymEnv])
+def test_rows_may_change(whole: Whole, inner: type[GymEnv], close: Close) -> None:
+    """Those that the workers know, and those that somebody has made himself: of a surface and a loop, or of two."""
+    env = close(whole(2, [partial(inner, make) for make in counting_envs(2)]))
     own, other, foreign = env.new_out_rows(), env.new_out_rows(), Rows(env.out_leaves, env.batch_size)
     actions = [Rows(env.actions.leaves, env.batch_size) for _ in range(2)]
     env.reset_into(range(2), own)
@@ -194,7 +173,6 @@ def test_rows_may_change(whole: Whole, close: Close) -> None:
 
 def test_rows_that_nobody_holds_are_forgotten_by_the_workers(close: Close) -> None:
     env = close(ParallelEnv(2, counting_envs(2)))
-    assert isinstance(env, ParallelEnv)
     action = Rows(env.actions.leaves, env.batch_size)
     for _ in range(4):
         env.reset_into(range(2), env.new_out_rows())
@@ -205,7 +183,14 @@ def test_rows_that_nobody_holds_are_forgotten_by_the_workers(close: Close) -> No
     assert kept.arrays["observation"].tolist() == [[0, 4, 1], [1, 4, 1]]
 
 
-@pytest.mark.parametrize("whole", WHOLES.values(), ids=WHOLES)
+def acts_of(env: EnvBase) -> list[Any]:
+    """The actions that each PlaybackEnv has been given."""
+    if isinstance(env, ParallelEnv):
+        return env.get_attr("gym_envs[0].unwrapped.acts")
+    return [inner.gym_envs[0].unwrapped.acts for inner in env.envs]  # type: ignore[attr-defined]
+
+
+@each_whole
 def test_actions_may_change_their_encoding(whole: Whole, close: Close) -> None:
     """One-hot vectors, scores and indices, in turn."""
     env = close(whole(2, lambda: GymEnv(partial(PlaybackEnv, action_space=gs.Discrete(3, start=10), length=100))))
@@ -217,11 +202,7 @@ def test_actions_may_change_their_encoding(whole: Whole, close: Close) -> None:
         torch.eye(3, dtype=torch.int64)[[2, 2]],
     ):
         env.step(root.set("action", action))
-    if isinstance(env, ParallelEnv):
-        kept = env.get_attr("gym_envs[0].unwrapped.acts")
-    else:
-        kept = [inner.gym_envs[0].unwrapped.acts for inner in env.envs]  # type: ignore[attr-defined]
-    assert kept == [[10, 12, 11, 12], [11, 10, 12, 12]]
+    assert acts_of(env) == [[10, 12, 11, 12], [11, 10, 12, 12]]
 
 
 @pytest.mark.parametrize("whole", PARALLEL.values(), ids=PARALLEL)
@@ -229,8 +210,7 @@ def test_an_env_may_keep_its_actions(whole: Whole, close: Close) -> None:
     """They are read from shared memory, which the next step overwrites."""
     env = close(whole(2, lambda: GymEnv(partial(PlaybackEnv, action_space=gs.Box(-1, 1, (2,)), length=100))))
     td = env.rollout(10)
-    assert isinstance(env, ParallelEnv)
-    for lane, acts in enumerate(env.get_attr("gym_envs[0].unwrapped.acts")):
+    for lane, acts in enumerate(acts_of(env)):
         np.testing.assert_array_equal(np.stack(acts), td["action"][lane].numpy())
 
 
@@ -250,12 +230,11 @@ def test_the_rows_of_a_collector_are_shared_memory(close: Close) -> None:
     env = close(ParallelEnv(2, counting_envs(2)))
     collector = Collector(env, None, frames_per_batch=20)
     next(iter(collector))
-    assert isinstance(env, ParallelEnv)
     assert env._mirror is None
     collector.shutdown()
 
 
-@pytest.mark.parametrize("whole", WHOLES.values(), ids=WHOLES)
+@each_whole
 @pytest.mark.parametrize("kind", ["vector", "dict", "pixels"])
 def test_episodes_are_cut_off(whole: Whole, kind: str, close: Close) -> None:
     env = close(whole(4, counting_envs(4, kind=kind, lengths=[3, 9, 20])))
@@ -272,10 +251,8 @@ def test_a_collector_and_the_surface_may_use_it_in_turn(close: Close) -> None:
     collector = Collector(env, None, frames_per_batch=8)
     first = collector.next()
     assert env.reset()["observation"][:, 1:].tolist() == [[1, 0], [1, 0]]
-    assert first is not None
     assert_frames_belong(first)
     again = collector.next()
-    assert again is not None
     assert_frames_belong(again)
     collector.shutdown()
 
@@ -297,11 +274,20 @@ def test_check_env_finds_nothing(close: Close) -> None:
 # -- what is sent ------------------------------------------------------------------------------------------------------
 
 
-def test_kwargs_and_instances(close: Close) -> None:
-    env = close(ParallelEnv(2, CountingGymEnv, create_env_kwargs=[{"lane": 3}, {"lane": 7}]))
-    assert env.reset()["observation"][:, 0].tolist() == [3, 7]
-    env = close(ParallelEnv(2, [CountingGymEnv(lane=4), partial(CountingGymEnv, lane=5)]))
-    assert env.reset()["observation"][:, 0].tolist() == [4, 5]
+@each_whole
+@pytest.mark.parametrize(
+    ("given", "kwargs", "lanes"),
+    [
+        (CountingGymEnv, {"lane": 3}, [3, 3]),
+        (CountingGymEnv, [{"lane": 3}, {"lane": 7}], [3, 7]),
+        ([CountingGymEnv(lane=4), partial(CountingGymEnv, lane=5)], None, [4, 5]),
+        ([partial(GymEnv, make) for make in counting_envs(2)], None, [0, 1]),
+    ],
+    ids=["kwargs for all", "kwargs for each", "an instance and a factory", "a factory for each"],
+)
+def test_kwargs_and_instances(whole: Whole, given: Any, kwargs: Any, lanes: list[int], close: Close) -> None:
+    env = close(whole(2, given, create_env_kwargs=kwargs))
+    assert env.reset()["observation"][:, 0].tolist() == lanes
 
 
 def test_envs_registered_here_are_known_there(close: Close) -> None:
@@ -363,7 +349,6 @@ def test_workers_draw_different_numbers(close: Close) -> None:
 
 def test_attributes_and_calls(close: Close) -> None:
     env = close(ParallelEnv(3, counting_envs(3), envs_per_worker=2))
-    assert isinstance(env, ParallelEnv)
     assert env.get_attr("gym_envs[0].lane") == [0, 1, 2]
     env.rollout(3)
     assert env.get_attr("gym_envs[0].count") == [3, 3, 3]
@@ -385,7 +370,6 @@ class Locked(CountingGymEnv):
 
 def test_what_cannot_be_sent_back_is_named(close: Close) -> None:
     env = close(ParallelEnv(2, Locked))
-    assert isinstance(env, ParallelEnv)
     with pytest.raises(RuntimeError, match="lock"):
         env.get_attr("gym_envs[0].lock")
     assert env.get_attr("gym_envs[0].lane") == [0, 0]
@@ -400,7 +384,6 @@ def test_its_workers_have_the_threads_that_were_asked_for(close: Close) -> None:
 
     before = torch.get_num_threads()
     env = close(ParallelEnv(2, Threads, num_sub_threads=2))
-    assert isinstance(env, ParallelEnv)
     assert env.call("gym_envs[0].told") == [2, 2]
     try:
         close(ParallelEnv(1, CountingGymEnv, num_threads=1))
@@ -412,7 +395,7 @@ def test_its_workers_have_the_threads_that_were_asked_for(close: Close) -> None:
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("whole", WHOLES.values(), ids=WHOLES)
+@each_whole
 @pytest.mark.parametrize(
     ("others", "what"),
     [
@@ -427,13 +410,13 @@ def test_envs_of_different_layouts_are_refused(whole: Whole, others: Any, what: 
         whole(2, [lambda: GymEnv("CartPole-v1"), others])
 
 
-@pytest.mark.parametrize("whole", WHOLES.values(), ids=WHOLES)
+@each_whole
 def test_envs_with_other_bounds_are_stepped_with_their_own_actions(whole: Whole, close: Close) -> None:
+    """Discrete spaces of one size but another start: one layout, but not one codec."""
     factories = [partial(GymEnv, partial(PlaybackEnv, action_space=gs.Discrete(3, start=start))) for start in (0, 10)]
     env = close(whole(2, factories))
     env.step(env.reset().set("action", torch.eye(3, dtype=torch.int64)[[1, 2]]))
-    if isinstance(env, ParallelEnv):
-        assert env.get_attr("gym_envs[0].acts") == [[1], [12]]
+    assert acts_of(env) == [[1], [12]]
 
 
 def test_the_same_env_twice_in_one_process_is_refused() -> None:
@@ -454,17 +437,26 @@ def test_rows_on_another_device_are_refused() -> None:
         ParallelEnv(2, ElsewhereEnv)
 
 
+@each_whole
+def test_wrong_arguments_are_refused(whole: Whole) -> None:
+    for count in (0, -1, 2.0, True):
+        with pytest.raises(ValueError, match="num_workers must be a positive whole number"):
+            whole(count, CountingGymEnv)
+    with pytest.raises(ValueError, match="create_env_fn has 1 elements for num_workers=2"):
+        whole(2, [CountingGymEnv])
+    with pytest.raises(ValueError, match="create_env_kwargs has 3 elements"):
+        whole(2, CountingGymEnv, create_env_kwargs=[{}, {}, {}])
+    with pytest.raises(RuntimeError, match="create_env_kwargs"):
+        whole(1, CountingGymEnv(), create_env_kwargs={"lane": 1})
+
+
 def test_wrong_arguments_are_refused_before_anything_starts() -> None:
     before = set(os.listdir("/proc/self/fd"))
     for count in (0, -1, 2.0, True):
-        with pytest.raises(ValueError, match="num_workers must be a positive whole number"):
-            ParallelEnv(count, CountingGymEnv)
         with pytest.raises(ValueError, match="envs_per_worker must be a positive whole number"):
             ParallelEnv(2, CountingGymEnv, envs_per_worker=count)
         with pytest.raises(ValueError, match="num_threads must be"):
             ParallelEnv(2, CountingGymEnv, num_threads=count)
-    with pytest.raises(ValueError, match="create_env_fn has 1 elements for num_workers=2"):
-        ParallelEnv(2, [CountingGymEnv])
     with pytest.raises(ValueError, match="shutdown_timeout must be a number of seconds"):
         ParallelEnv(2, CountingGymEnv, shutdown_timeout=-1)
     with pytest.raises(ValueError, match="start method must be one of"):

@@ -1,7 +1,5 @@
 """ParallelEnv when envs fail, workers die, and its own process ends in whichever way."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -18,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from space_zoo import UnmergedGymEnv
 
 from swath.collectors import Collector
 from swath.envs import EnvBase, GymEnv, ParallelEnv, Rows
@@ -34,10 +33,6 @@ def faulty(which: int, count: int = 4, **options: Any) -> list[Any]:
     return [
         partial(FaultyGymEnv, lane=i, **options) if i == which else partial(CountingGymEnv, i) for i in range(count)
     ]
-
-
-def pids(env: ParallelEnv) -> list[int]:
-    return env.worker_pids
 
 
 def is_gone(pid: int) -> bool:
@@ -67,7 +62,7 @@ def later(seconds: float, do: Callable[[], Any]) -> Iterator[None]:
         timer.join()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def server_is_there() -> None:
     """Starting it takes seconds, which are not to be counted below."""
     ParallelEnv(1, CountingGymEnv).close()
@@ -76,12 +71,8 @@ def server_is_there() -> None:
 # -- exceptions --------------------------------------------------------------------------------------------------------
 
 
-class OtherGymEnv(GymEnv):
-    """One that SerialEnv does not look into."""
-
-
 @pytest.mark.parametrize("per_worker", [1, 2])
-@pytest.mark.parametrize("inner", [GymEnv, OtherGymEnv])
+@pytest.mark.parametrize("inner", [GymEnv, UnmergedGymEnv])
 @pytest.mark.parametrize("where", ["step", "reset"])
 def test_an_error_of_an_env_arrives_as_it_was_raised(where: str, inner: Any, per_worker: int) -> None:
     factories = [partial(inner, make) for make in faulty(3, where=where, at=2)]
@@ -94,7 +85,7 @@ def test_an_error_of_an_env_arrives_as_it_was_raised(where: str, inner: Any, per
         if sys.version_info >= (3, 11):
             notes = "\n".join(caught.value.__notes__)
             worker = 3 // per_worker
-            assert f"Raised in worker {worker} (pid {pids(env)[worker]}), in env 3 of ParallelEnv(4" in notes
+            assert f"Raised in worker {worker} (pid {env.worker_pids[worker]}), in env 3 of ParallelEnv(4" in notes
             assert "SerialEnv" not in notes
         assert env.rollout(2)["observation"][:, 0, 2].tolist() == [0] * 4  # all goes on
 
@@ -212,7 +203,7 @@ DEATHS: list[Any] = [
 def test_a_death_is_an_error_that_names_it(make: Any, text: str, per_worker: int) -> None:
     factories = [partial(CountingGymEnv, i) for i in range(3)] + [make]
     env = ParallelEnv(4, factories, envs_per_worker=per_worker)
-    mine, worker = pids(env), 3 // per_worker
+    mine, worker = env.worker_pids, 3 // per_worker
     which = "env 3" if per_worker == 1 else "envs 2 to 3"
     begun = time.monotonic()
     with pytest.raises(WorkerDiedError, match=f"{text}.* while stepping {which} of ParallelEnv\\(4") as caught:
@@ -237,7 +228,7 @@ def test_a_death_while_nobody_waits_is_told_by_the_next_call() -> None:
     for call in (lambda env: env.rand_step(), lambda env: env.set_seed(3), lambda env: env.get_attr("name")):
         env = ParallelEnv(2, CountingGymEnv)
         env.reset()
-        os.kill(pids(env)[1], signal.SIGKILL)
+        os.kill(env.worker_pids[1], signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match="Worker 1"):
             call(env)
         assert env.is_closed
@@ -258,7 +249,7 @@ def test_the_death_of_one_does_not_wait_for_another_that_hangs(other: int) -> No
     factories[1] = partial(FaultyGymEnv, fault="kill")
     factories[other] = partial(FaultyGymEnv, fault="hang")
     env = ParallelEnv(3, factories)
-    mine = pids(env)
+    mine = env.worker_pids
     begun = time.monotonic()
     with pytest.raises(WorkerDiedError, match="Worker 1"):
         env.rollout(5)
@@ -283,7 +274,7 @@ def test_a_stalled_worker_is_named_once_and_waited_for() -> None:
 def test_a_stopped_worker_goes_on() -> None:
     with ParallelEnv(2, CountingGymEnv, stall_warning_s=0.5) as env:
         env.reset()
-        stopped = pids(env)[0]
+        stopped = env.worker_pids[0]
         os.kill(stopped, signal.SIGSTOP)
         with later(2.0, lambda: os.kill(stopped, signal.SIGCONT)), pytest.warns(StallWarning, match="it is stopped"):
             td = env.rollout(5)
@@ -293,7 +284,7 @@ def test_a_stopped_worker_goes_on() -> None:
 @pytest.mark.parametrize("state", ["hangs", "stopped"])
 def test_closing_takes_no_longer_than_it_may(state: str) -> None:
     env = ParallelEnv(2, partial(FaultyGymEnv, fault="hang", at=2), shutdown_timeout=1.0)
-    mine = pids(env)
+    mine = env.worker_pids
     action, out = Rows(env.actions.leaves, env.batch_size), env.new_out_rows()
     env.reset_into([0, 1], out)
     env.step_into(action, out)
@@ -547,6 +538,6 @@ def test_nothing_grows_when_they_come_and_go() -> None:
 
     cycle(0), cycle(1)
     before = state()
-    last = [cycle(number) for number in range(50)]
+    last = [cycle(number) for number in range(20)]
     assert all(env.is_closed for env in last)
     assert state() == before

@@ -1,7 +1,5 @@
 """Random actions lie in their space, cover it evenly, and follow the seed."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows, wherever they lie."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,19 +1,15 @@
 """SerialEnv: several envs as one."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import pytest
 import torch
-from gymnasium import spaces as gs
 from gymnasium.vector import SyncVectorEnv
-from space_zoo import PlaybackEnv, UnmergedGymEnv
+from space_zoo import UnmergedGymEnv
 
-from swath.envs import EnvBase, GymEnv, Rows, SerialEnv
-from swath.keys import NEXT, RESET
+from swath.envs import EnvBase, GymEnv, SerialEnv
 from swath.testing import CountingEnv, CountingGymEnv, counting_envs
 
 
@@ -22,22 +18,6 @@ def test_one_factory_for_all() -> None:
     assert env.batch_size == (4,)
     assert env.rollout(50, break_when_any_done=False).shape == (4, 50)
     assert repr(env) == "SerialEnv(4, GymEnv(CartPole-v1, batch_size=[]))"
-
-
-def test_a_factory_for_each() -> None:
-    env = SerialEnv(3, [partial(GymEnv, make) for make in counting_envs(3)])
-    assert env.reset()["observation"][:, 0].tolist() == [0, 1, 2]
-
-
-def test_gymnasium_envs_and_factories_of_them() -> None:
-    env = SerialEnv(2, [CountingGymEnv(lane=4), partial(CountingGymEnv, lane=5)])
-    assert env.reset()["observation"][:, 0].tolist() == [4, 5]
-
-
-def test_kwargs_for_all_and_for_each() -> None:
-    assert SerialEnv(2, CountingGymEnv, create_env_kwargs={"lane": 3}).reset()["observation"][:, 0].tolist() == [3, 3]
-    env = SerialEnv(2, CountingGymEnv, create_env_kwargs=[{"lane": 3}, {"lane": 7}])
-    assert env.reset()["observation"][:, 0].tolist() == [3, 7]
 
 
 @pytest.mark.parametrize("inner", [GymEnv, UnmergedGymEnv])
@@ -100,48 +80,6 @@ def test_a_static_seed_makes_all_lanes_alike() -> None:
     assert len(env.reset()["observation"].unique(dim=0)) == 1
 
 
-def test_envs_with_other_bounds_are_stepped_with_their_own_actions() -> None:
-    """Discrete spaces of one size but another start: one layout, but not one codec."""
-    inner = [PlaybackEnv(action_space=gs.Discrete(3, start=start)) for start in (0, 10)]
-    env = SerialEnv(2, [partial(GymEnv, one) for one in inner])
-    env.step(env.reset().set("action", torch.eye(3, dtype=torch.int64)[[1, 2]]))
-    assert [one.acts for one in inner] == [[1], [12]]
-
-
-@pytest.mark.parametrize("inner", [GymEnv, UnmergedGymEnv])
-def test_partial_resets(inner: type[GymEnv]) -> None:
-    env = SerialEnv(3, [partial(inner, make) for make in counting_envs(3)])
-    td = env.rand_step(env.reset()).get(NEXT)
-    td = env.reset(td.set(RESET, torch.tensor([[False], [True], [False]])))
-    assert td["observation"].tolist() == [[0, 0, 1], [1, 1, 0], [2, 0, 1]]
-
-
-@pytest.mark.parametrize("inner", [GymEnv, UnmergedGymEnv])
-def test_rows_may_change(inner: type[GymEnv]) -> None:
-    """A surface and a loop, or two loops, may use one env in turn."""
-    env = SerialEnv(2, [partial(inner, make) for make in counting_envs(2)])
-    first, second = (Rows(env.out_leaves, env.batch_size) for _ in range(2))
-    actions = [Rows(env.actions.leaves, env.batch_size) for _ in range(2)]
-    env.reset_into(range(2), first)
-    for out, action in zip((second, first, second), (actions[0], actions[1], actions[0]), strict=True):
-        env.step_into(action, out)
-    assert second.arrays["observation"][:, 2].tolist() == [3, 3]
-    assert first.arrays["observation"][:, 2].tolist() == [2, 2]
-
-
-@pytest.mark.parametrize(
-    ("others", "what"),
-    [
-        (lambda: GymEnv("Pendulum-v1"), "observations"),
-        (lambda: GymEnv("CartPole-v1", num_envs=2), "batch_size"),
-        (lambda: GymEnv("CartPole-v1", categorical_action_encoding=True), "actions"),
-    ],
-)
-def test_envs_of_different_layouts_are_refused(others: Any, what: str) -> None:
-    with pytest.raises(ValueError, match=f"env 1 .* differs from env 0 .* in its {what}"):
-        SerialEnv(2, [lambda: GymEnv("CartPole-v1"), others])
-
-
 SHARED = CountingGymEnv()
 SHARED_VECTOR = SyncVectorEnv(counting_envs(2))
 SHARED_ENV = CountingEnv()
@@ -154,18 +92,6 @@ SHARED_ENV = CountingEnv()
 def test_the_same_env_twice_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match="same env was given twice"):
         SerialEnv(2, given)
-
-
-def test_wrong_arguments_are_refused() -> None:
-    for count in (0, -1, 2.0, True):
-        with pytest.raises(ValueError, match="num_workers must be a positive whole number"):
-            SerialEnv(count, CountingGymEnv)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="create_env_fn has 1 elements for num_workers=2"):
-        SerialEnv(2, [CountingGymEnv])
-    with pytest.raises(ValueError, match="create_env_kwargs has 3 elements"):
-        SerialEnv(2, CountingGymEnv, create_env_kwargs=[{}, {}, {}])
-    with pytest.raises(RuntimeError, match="create_env_kwargs"):
-        SerialEnv(1, CountingGymEnv(), create_env_kwargs={"lane": 1})  # type: ignore[arg-type]
 
 
 def test_closing_closes_all() -> None:

@@ -1,7 +1,5 @@
 """Stepping some lanes: which envs can, and what their lanes get. The conformance suite tests that it is done well."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The TensorDict surface of an env."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -161,14 +159,6 @@ def test_set_seed_returns_a_seed_for_the_next_env() -> None:
     env = lanes(3)
     env.first_lane = 6
     assert env.set_seed(5) == lane_seed(5, 9)
-
-
-def test_lanes_are_seeded_by_their_global_index() -> None:
-    whole, half = (GymEnv("CartPole-v1", num_envs=count) for count in (4, 2))
-    half.first_lane = 2
-    for env in (whole, half):
-        env.set_seed(9)
-    assert torch.equal(whole.reset()["observation"][2:], half.reset()["observation"])
 
 
 def test_a_seed_counts_once() -> None:

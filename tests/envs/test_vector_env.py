@@ -1,7 +1,5 @@
 """Vector envs: whatever they do at the end of an episode, the batch says what really happened."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

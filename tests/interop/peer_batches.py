@@ -9,6 +9,7 @@ import warnings
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
 
@@ -19,6 +20,11 @@ def make_env() -> Any:
         from torchrl.testing import mocking_classes
 
     return mocking_classes.CountingEnv(max_steps=5, batch_size=[3])
+
+
+def layout(batch: TensorDictBase) -> dict[Any, Any]:
+    """Shapes and dtypes."""
+    return {key: (tuple(value.shape), value.dtype) for key, value in batch.items(True, True)}
 
 
 def make_policy() -> nn.Module:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import nn
 
-from swath.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, ProfileConfig
+from swath.collectors import Collector, MultiSyncCollector, ProfileConfig
 from swath.envs import GymEnv, SerialEnv
 from swath.testing import CountingEnv
 
@@ -27,12 +25,6 @@ from torchrl.envs import SerialEnv as PeerSerialEnv  # noqa: E402
 from torchrl.testing import mocking_classes as mocks  # noqa: E402
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def validation_is_off(distributions_are_validated: None) -> None:
-    """As TorchRL sets it when it is imported: some of its distributions fail otherwise."""
-    torch.distributions.Distribution.set_default_validate_args(False)
 
 
 # -- policies that wait for their env --------------------------------------------------------------------------
@@ -51,16 +43,14 @@ def test_a_random_policy_without_a_spec_takes_that_of_the_env(lanes: int, trust:
         assert collector.next()["action"].any()
 
 
-def test_so_does_one_that_a_factory_makes() -> None:
-    options: dict[str, Any] = {"policy_factory": peer_modules.RandomPolicy, "frames_per_batch": 6, "total_frames": 6}
-    with Collector(mocks.ContinuousActionVecMockEnv, **options) as collector:
-        assert collector.next()["action"].any()
-
-
-def test_so_does_one_that_is_sent_to_workers() -> None:
-    makers = [mocks.ContinuousActionVecMockEnv] * 2
-    with MultiSyncCollector(makers, peer_modules.RandomPolicy(), frames_per_batch=6, total_frames=6) as collector:
-        assert collector.next()["action"].any()
+def test_so_does_one_that_a_factory_makes_or_that_is_sent_to_workers() -> None:
+    env, options = mocks.ContinuousActionVecMockEnv, {"frames_per_batch": 6, "total_frames": 6}
+    for collector in (
+        Collector(env, policy_factory=peer_modules.RandomPolicy, **options),
+        MultiSyncCollector([env] * 2, peer_modules.RandomPolicy(), **options),
+    ):
+        with collector:
+            assert collector.next()["action"].any()
 
 
 @pytest.mark.parametrize("lanes", [0, 2])
@@ -171,23 +161,6 @@ def test_the_error_of_such_an_env_is_its_own() -> None:
 # -- hooks -----------------------------------------------------------------------------------------------------
 
 
-def test_hooks_can_be_assigned_and_taken_away() -> None:
-    calls: list[str] = []
-    collector = Collector(CountingEnv(), frames_per_batch=3, total_frames=9)
-    assert collector.pre_collect_hook is None
-    assert collector.post_collect_hook is None
-    before, behind = (lambda: calls.append("pre")), (lambda batch: calls.append("post"))
-    collector.pre_collect_hook, collector.post_collect_hook = before, behind
-    assert collector.pre_collect_hook is before
-    assert collector.post_collect_hook is behind
-    collector.next()
-    collector.next()
-    assert calls == ["pre", "post"] * 2
-    collector.pre_collect_hook = collector.post_collect_hook = None
-    collector.next()
-    assert len(calls) == 4
-
-
 @pytest.mark.parametrize("name", ["pre_collect_hook", "post_collect_hook"])
 @pytest.mark.parametrize("kind", [Collector, MultiSyncCollector])
 def test_what_cannot_be_called_is_no_hook(kind: Any, name: str) -> None:
@@ -195,30 +168,6 @@ def test_what_cannot_be_called_is_no_hook(kind: Any, name: str) -> None:
         with pytest.raises(TypeError, match=f"{name} must be callable or None, got 3"):
             setattr(collector, name, 3)
         assert collector.next().numel() == 3
-
-
-@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
-def test_assigned_hooks_are_called_in_the_workers(kind: Any, tmp_path: Path) -> None:
-    with kind([CountingEnv] * 2, frames_per_batch=4, total_frames=16) as collector:
-        collector.pre_collect_hook = lambda: (tmp_path / f"pre {os.getpid()}").touch()
-        collector.post_collect_hook = lambda batch: (tmp_path / f"post {os.getpid()}").touch()
-        pids = collector.worker_pids
-        list(collector)
-    assert {path.name for path in tmp_path.iterdir()} == {f"{when} {pid}" for when in ("pre", "post") for pid in pids}
-
-
-@pytest.mark.filterwarnings("ignore::swath.collectors.WorkerRestartedWarning")
-def test_a_worker_that_is_put_in_anothers_place_gets_the_hooks_too(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"frames_per_batch": 4, "total_frames": 16, "on_worker_failure": "restart"}
-    with MultiSyncCollector([CountingEnv] * 2, **options) as collector:
-        collector.pre_collect_hook = lambda: (tmp_path / str(os.getpid())).touch()
-        collector.next()
-        before = collector.worker_pids
-        os.kill(before[0], signal.SIGKILL)
-        collector.next()
-        now = collector.worker_pids
-    assert {path.name for path in tmp_path.iterdir()} == {str(pid) for pid in (*before, *now)}
-    assert len({*before, *now}) == 3
 
 
 # -- arguments and answers ---------------------------------------------------------------------------------------

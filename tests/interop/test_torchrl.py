@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peer_batches import layout
 from tensordict import TensorDictBase
 from tensordict.nn import (
     InteractionType,
@@ -27,16 +28,6 @@ with warnings.catch_warnings():
     mocks = pytest.importorskip("torchrl.testing.mocking_classes")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def validation_is_off(distributions_are_validated: None) -> None:
-    """As TorchRL sets it when it is imported: some of its distributions fail otherwise."""
-    torch.distributions.Distribution.set_default_validate_args(False)
-
-
-def layout(batch: TensorDictBase) -> dict[Any, Any]:
-    return {key: (tuple(value.shape), value.dtype) for key, value in batch.items(True, True)}
 
 
 @pytest.mark.parametrize("lanes", [0, 3])

@@ -5,11 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from peer_batches import make_env, make_policy
+from peer_batches import layout, make_env, make_policy
 from tensordict import TensorDict, TensorDictBase
 
 from swath import collectors
@@ -18,16 +17,6 @@ from swath.keys import TRAJ_IDS
 pytest.importorskip("torchrl")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.torchrl]
 SCRIPT = Path(__file__).with_name("peer_batches.py")
-
-
-@pytest.fixture(autouse=True)
-def validation_is_off(distributions_are_validated: None) -> None:
-    """As TorchRL sets it when it is imported: some of its distributions fail otherwise."""
-    torch.distributions.Distribution.set_default_validate_args(False)
-
-
-def layout(batch: TensorDictBase) -> dict[Any, Any]:
-    return {key: (tuple(value.shape), value.dtype) for key, value in batch.items(True, True)}
 
 
 def assert_same(ours: TensorDictBase, theirs: TensorDictBase) -> None:

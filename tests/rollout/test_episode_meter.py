@@ -1,7 +1,5 @@
 """EpisodeMeter against adding up one frame after the other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

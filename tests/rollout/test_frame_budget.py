@@ -1,7 +1,5 @@
 """FrameBudget against stepping one step at a time."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Vector envs that reset lanes only by themselves, in the next step: that step is no frame, and is marked as none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium
@@ -50,7 +48,6 @@ def test_every_frame_of_cartpole_is_a_true_transition(lanes: int) -> None:
     collector = cartpole(lanes, frames_per_batch=100 * lanes)
     batches = [collector.next(), collector.next()]
     for batch in batches:
-        assert batch is not None
         assert_true_transitions(batch)
         done, real = batch.get(("next", "done"))[..., 0], batch.get(MASK)
         assert (batch.get(IDS)[~real] == -1).all()
@@ -63,7 +60,7 @@ def test_every_frame_of_cartpole_is_a_true_transition(lanes: int) -> None:
             told = batch.get(("next", "observation"))[lane][real[lane]]
             assert torch.equal(seen[1:][~ends[:-1]], told[:-1][~ends[:-1]])
             assert (seen[1:][ends[:-1]].abs() <= 0.05).all(), "an episode begins near the middle"
-    idle = sum(int((~batch.get(MASK)).sum()) for batch in batches if batch is not None)
+    idle = sum(int((~batch.get(MASK)).sum()) for batch in batches)
     stats = collector.stats()
     assert (idle > 0) == (lanes > 1)
     assert stats.get("idle_frames", 0) == idle
@@ -100,8 +97,6 @@ def test_episodes_skip_idle_places(form: str) -> None:
 def test_split_trajs_leaves_idle_places_out() -> None:
     whole = cartpole(3, frames_per_batch=150).next()
     split = cartpole(3, frames_per_batch=150, split_trajs=True).next()
-    assert whole is not None
-    assert split is not None
     assert int(split.get(MASK).sum()) == int(whole.get(MASK).sum()) < 150
     frames = whole[whole.get(MASK)]
     assert torch.equal(split[split.get(MASK)].get("observation"), frames.get("observation"))
@@ -119,7 +114,6 @@ def test_a_partial_reset_is_refused_and_a_full_one_works() -> None:
         collector.reset([1])
     collector.reset()
     batch = collector.next()
-    assert batch is not None
     assert batch.get(MASK)[:, 0].all()
     assert (batch.get("observation")[:, 0].abs() <= 0.05).all()
 
@@ -127,7 +121,6 @@ def test_a_partial_reset_is_refused_and_a_full_one_works() -> None:
 def test_lanes_that_end_together_need_no_idle_step() -> None:
     collector = Collector(GymEnv(CountingVectorEnv(3, lengths=4)), None, frames_per_batch=30)
     batch = collector.next()
-    assert batch is not None
     assert_frames_belong(batch)
     assert batch.get(MASK).all()
     assert "idle_frames" not in collector.stats()
@@ -147,43 +140,27 @@ def test_set_truncated_at_an_idle_place_belongs_to_no_episode() -> None:
     model = CountingReference(2, lengths, idles=True, set_truncated=True)
     for _ in range(4):
         batch = collector.next()
-        assert batch is not None
         assert_holds(batch, model.collect(3))
 
 
 class Age(nn.Module):
-    """A recurrent policy whose state counts the steps since it began."""
+    """A recurrent policy whose state counts the steps since it began; it also asks whether an episode begins."""
 
-    def forward(self, age: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros(*age.shape[:-1], 2), age + 1
+    def forward(self, age: torch.Tensor, is_init: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return is_init.float().expand(*is_init.shape[:-1], 2), age + 1
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_recurrent_state_begins_anew_with_every_episode(layout: str) -> None:
     """Also where an idle step lies between two episodes, in which the policy is called but nothing happens."""
     env = LAYOUTS[layout](2, lengths=[[1, 4], [6, 2], [3], [5]])
-    policy = TensorDictModule(Age(), in_keys=["age"], out_keys=["action", ("next", "age")])
+    policy = TensorDictModule(Age(), in_keys=["age", "is_init"], out_keys=["action", ("next", "age")])
     collector = Collector(env, policy, frames_per_batch=7 * env.num_lanes)
     for _ in range(4):
         batch = collector.next()
-        assert batch is not None
         real = batch.get(MASK, torch.ones(batch.shape, dtype=torch.bool)).reshape(-1)
         steps = torch.from_numpy(counted(batch)[..., 2]).reshape(-1)
         assert torch.equal(batch.get("age").reshape(-1)[real].long(), steps[real])
         assert torch.equal(batch.get(("next", "age")).reshape(-1)[real].long(), steps[real] + 1)
-
-
-def test_is_init_is_true_exactly_at_first_frames() -> None:
-    class Beginner(nn.Module):
-        def forward(self, is_init: torch.Tensor) -> torch.Tensor:
-            return is_init.float().expand(*is_init.shape[:-1], 2)
-
-    policy = TensorDictModule(Beginner(), in_keys=["is_init"], out_keys=["action"])
-    for layout in sorted(LAYOUTS):
-        env = LAYOUTS[layout](2, lengths=[[1, 4], [6, 2], [3], [5]])
-        collector = Collector(env, policy, frames_per_batch=9 * env.num_lanes)
-        for _ in range(3):
-            batch = collector.next()
-            assert batch is not None
-            assert batch.get("is_init", None) is not None
-            assert_frames_belong(batch)
+        assert batch.get("is_init", None) is not None
+        assert_frames_belong(batch)  # `is_init`, too

@@ -1,7 +1,5 @@
 """Randomness: a stream of one's own, once seeded, that leaves torch's generator alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

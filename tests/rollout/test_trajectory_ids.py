@@ -1,7 +1,5 @@
 """TrajectoryIds against a loop that hands out one number after the other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

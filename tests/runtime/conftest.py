@@ -33,7 +33,7 @@ def start_workers() -> Iterator[Start]:
     before = len(os.listdir("/proc/self/fd"))
     yield carrier_of
     for carrier in made:
-        carrier.shutdown()
+        carrier.shutdown(0.5)  # some of them sleep, and do not hear
     made.clear()
     until(lambda: all(map(is_gone, pids)), 5)
     assert len(os.listdir("/proc/self/fd")) <= before

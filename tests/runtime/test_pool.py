@@ -128,6 +128,10 @@ def test_work_is_finished_in_order_and_counted(carrier: Carrier) -> None:
     assert not any(work.is_lost for work in works)
 
 
+def test_a_receipt_may_be_none(carrier: Carrier) -> None:
+    assert do(pool_of(carrier, 2, Tasks(lambda index, replaces: Doing(lambda link, order: None))), 1) is None
+
+
 def test_answers_by_worker(carrier: Carrier) -> None:
     pool = pool_of(carrier)
     assert pool.ask({0: lambda job: "zero", 1: lambda job: "one"}, "numbers") == {0: "zero", 1: "one"}
@@ -254,17 +258,12 @@ def test_a_failure_is_raised_and_raised_again(start_workers: Start, request_: st
     assert ("lost", 1) not in tasks.heard
 
 
-def test_an_idle_worker_that_dies(start_workers: Start) -> None:
-    pool = pool_of(start_workers(workers=1), 1)
+@pytest.mark.parametrize("doing", [None, lambda index: f"dreaming ({index})"])
+def test_an_idle_worker_that_dies(start_workers: Start, doing: Any) -> None:
+    """What it did may be told by the owner."""
+    pool = pool_of(start_workers(workers=1), 1, doing=doing)
     pool.carrier.kill(0)
-    with pytest.raises(WorkerDiedError, match="while it had nothing to do"):
-        attend_for(pool, 20)
-
-
-def test_what_a_worker_does_may_be_told_by_the_owner(start_workers: Start) -> None:
-    pool = pool_of(start_workers(workers=1), 1, doing=lambda index: f"dreaming ({index})")
-    pool.carrier.kill(0)
-    with pytest.raises(WorkerDiedError, match=r"while dreaming \(0\)"):
+    with pytest.raises(WorkerDiedError, match=r"while dreaming \(0\)" if doing else "while it had nothing to do"):
         attend_for(pool, 20)
 
 
@@ -282,19 +281,6 @@ def test_a_worker_that_fails_before_it_is_ready_is_an_error(
     with pytest.raises((OSError, WorkerDiedError), match=r"no env|while it was being made"):
         pool.start()
     assert pool.restarts == 0
-
-
-def test_a_task_that_cannot_be_read(start_workers: Start) -> None:
-    class Unreadable:
-        def __reduce__(self) -> Any:
-            return (lambda: {}["missing"]), ()
-
-    pool: Pool[Work] = Pool(
-        start_workers(workers=1), 1, Tasks(lambda index, replaces: Unreadable()), Supervision(), "the pool"
-    )
-    with pytest.raises(KeyError, match="missing") as caught:
-        pool.start()
-    assert "reading its task" in "".join(getattr(caught.value, "__notes__", [str(caught.value)]))
 
 
 @pytest.mark.parametrize("description", ["ready", None])
@@ -376,33 +362,6 @@ def test_a_question_to_a_worker_that_is_dropped_has_no_answer(start_workers: Sta
     assert pool.ask({0: lambda job: "dead", 1: lambda job: "left"}, "x", timeout_s=5.0) == {1: "left"}
 
 
-def test_warnings_that_are_errors_lose_nothing(start_workers: Start) -> None:
-    def warn(link: Link) -> None:
-        warnings.warn("beware", UserWarning, stacklevel=1)
-
-    tasks = Tasks(lambda index, replaces: Doing(die_of({} if replaces else {"end": kill_oneself}), warn))
-    pool: Pool[Work] = Pool(start_workers(workers=2, warns=True), 2, tasks, RESTART, "the pool")
-    caught: list[Warning] = []
-
-    def keep_trying(step: Callable[[], Any]) -> Any:
-        while True:
-            try:
-                return step()
-            except Warning as warning:
-                caught.append(warning)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match=r"Worker [01]: beware"):
-            pool.start()
-        while len(pool.started) < 2:
-            keep_trying(lambda: pool.attend(1.0))
-        pool.issue(work := Work(1, "end"))
-        keep_trying(lambda: wait_for(pool, work))
-    assert work.receipt[1] == "end"  # type: ignore[index]
-    assert [type(warning) for warning in caught] == [UserWarning, WorkerRestartedWarning, UserWarning]
-
-
 # -- stalls ----------------------------------------------------------------------------------------------------------
 
 
@@ -459,15 +418,6 @@ def test_a_worker_is_stalled_that_should_move_or_answer(start_workers: Start, mo
     monkeypatch.setattr("swath.runtime.pool.LOOK_S", 0.02)
     with pytest.warns(StallWarning):
         pool.ask({0: lambda job: time.sleep(0.6)}, "x")
-
-
-def test_a_stopped_worker_is_said_to_be_stopped(start_workers: Start) -> None:
-    pool = pool_of(start_workers(workers=1), 1, None, restless())
-    os.kill(pool.carrier.pid(0), signal.SIGSTOP)
-    until(lambda: pool.carrier.is_stopped(0))
-    pool.issue(Work(0, "x"))
-    with pytest.warns(StallWarning, match="it is stopped"):
-        attend_for(pool, 0.5)
 
 
 def test_a_stalled_worker_is_killed_in_time(start_workers: Start) -> None:

@@ -18,7 +18,8 @@ import pytest
 import torch
 from jobs import Doing, hear, is_gone, server, sleep, sleep_deaf, until
 
-from swath.runtime import MemoryBlock
+from swath.runtime import Failure, MemoryBlock
+from swath.runtime.board import Board
 from swath.runtime.carrier import (
     Answer,
     Ended,
@@ -36,7 +37,6 @@ from swath.runtime.carrier import (
 from swath.runtime.columns import Columns, Leaf
 from swath.runtime.process import start
 from swath.runtime.processes import ProcessCarrier
-from swath.runtime.snapshots import SnapshotContents
 
 pytestmark = pytest.mark.timeout(60)
 Start = Callable[..., ProcessCarrier]
@@ -58,17 +58,6 @@ def ask(carrier: ProcessCarrier, request: Any) -> Any:
 
 
 # -- messages and ends -----------------------------------------------------------------------------------------------
-
-
-def test_workers_answer(start_workers: Start) -> None:
-    carrier = start_workers(Doing(), Doing(begin=lambda link: {"lanes": 3}))
-    assert sorted(hear(carrier, 2)) == [(0, Started("ready")), (1, Started({"lanes": 3}))]
-    for index in (0, 1):
-        carrier.send(index, Order(5 + index, f"to {index}"))
-    pids = [carrier.pid(index) for index in (0, 1)]
-    assert sorted(hear(carrier, 2)) == [(0, Finished(5, (pids[0], "to 0"))), (1, Finished(6, (pids[1], "to 1")))]
-    assert carrier.alive() == carrier.workers == [0, 1]
-    assert os.getpid() not in pids
 
 
 def test_waiting_has_an_end(start_workers: Start) -> None:
@@ -139,40 +128,6 @@ def test_the_end_comes_after_everything_else(start_workers: Start) -> None:
     assert news[-1] == (0, Ended(5))
 
 
-def test_a_worker_that_closes_its_channel_is_ended(start_workers: Start) -> None:
-    def close(link: Any) -> None:
-        os.close(link.fileno())
-        time.sleep(3600)
-
-    assert hear(start_workers(Doing(begin=close)), 1) == [(0, Ended(-9))]
-
-
-def test_a_child_that_outlives_a_worker_keeps_nobody_waiting(start_workers: Start) -> None:
-    def leave_a_child(link: Any) -> None:
-        link.send(Started("last"))
-        copy = os.dup(link.fileno())
-        if not os.fork():
-            time.sleep(5)
-            os._exit(copy)
-        os._exit(6)
-
-    carrier = start_workers(Doing(begin=leave_a_child))
-    begun = time.monotonic()
-    assert hear(carrier, 2) == [(0, Started("last")), (0, Ended(6))]
-    assert time.monotonic() - begun < 4
-
-
-def test_the_server_is_killed(start_workers: Start) -> None:
-    carrier = start_workers(Doing(begin=sleep))
-    hear(carrier, 1)
-    process = server()
-    process.kill()
-    process.wait()
-    assert hear(carrier, 1) == [(0, Ended(None))]
-    other = ready(start_workers(Doing()))
-    assert ask(other, lambda job: 1) == 1
-
-
 def test_the_server_is_stopped(start_workers: Start) -> None:
     """There is no process to tell how a worker ended; its end is told all the same."""
     carrier = start_workers(Doing(begin=sleep))
@@ -209,18 +164,6 @@ def test_a_stopped_worker_is_ended_at_once(start_workers: Start) -> None:
     assert time.monotonic() - begun < 1
 
 
-def test_one_worker_is_stopped_and_the_others_go_on(start_workers: Start) -> None:
-    carrier = ready(start_workers(Doing(), Doing()))
-    pid = carrier.pid(0)
-    carrier.stop(0, timeout_s=5.0)
-    carrier.stop(0)
-    assert is_gone(pid)
-    assert carrier.workers == carrier.alive() == [1]
-    carrier.send(0, Order(1, "to nobody"))
-    carrier.send(1, Order(2, "x"))
-    assert hear(carrier, 1) == [(1, Finished(2, (carrier.pid(1), "x")))]
-
-
 def test_a_new_worker_in_the_place_of_another(start_workers: Start) -> None:
     carrier = ready(start_workers(Doing(), Doing(), Doing()))
     former = carrier.pid(1)
@@ -241,28 +184,29 @@ def test_a_fork_of_this_process_leaves_the_workers_alone(start_workers: Start) -
     assert ask(carrier, lambda job: 1) == 1
 
 
-def test_a_task_that_cannot_be_read(start_workers: Start) -> None:
-    class Unreadable:
-        def __reduce__(self) -> Any:
-            return (lambda: {}["missing"]), ()
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return (lambda: {}["missing"]), ()
 
-    (_, failed), end = hear(start_workers(Unreadable()), 2)
+
+@pytest.mark.parametrize("what", ["its task", "a message"])
+def test_what_cannot_be_read(start_workers: Start, what: str) -> None:
+    carrier = start_workers(Unreadable()) if what == "its task" else ready(start_workers(Doing()))
+    carrier.send(0, Question(1, Unreadable()))
+    (_, failed), end = hear(carrier, 2)
     assert isinstance(failed, Failed)
-    assert failed.doing == "reading its task"
+    assert failed.doing == f"reading {what}"
     assert isinstance(failed.failure.error(""), KeyError)
     assert end == (0, Ended(1))
 
 
-def test_a_message_that_cannot_be_read(start_workers: Start) -> None:
-    class Unreadable:
-        def __reduce__(self) -> Any:
-            return (lambda: {}["missing"]), ()
-
+def test_an_answer_that_cannot_be_sent(start_workers: Start) -> None:
     carrier = ready(start_workers(Doing()))
-    carrier.send(0, Question(1, Unreadable()))
-    (_, failed), _ = hear(carrier, 2)
-    assert isinstance(failed, Failed)
-    assert failed.doing == "reading a message"
+    carrier.send(0, Question(1, lambda job: job.link))
+    ((_, answer),) = hear(carrier, 1)
+    assert isinstance(answer, Answer)
+    assert isinstance(answer.failure, Failure)
+    assert ask(carrier, lambda job: "alive") == "alive"
 
 
 def test_a_task_that_cannot_be_sent_starts_nothing(start_workers: Start) -> None:
@@ -301,86 +245,14 @@ def test_another_descriptor_can_be_watched(start_workers: Start) -> None:
     os.close(writing)
 
 
-# -- questions and orders ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("discards", [False, True])
-def test_questions_come_before_orders_that_wait_and_may_discard_them(start_workers: Start, discards: bool) -> None:
-    block = MemoryBlock(8)
-    may_go_on = block.array((1,), "int64")
-
-    def wait(link: Link, order: Order) -> None:
-        link.beat(order.ticket)
-        while not block.array((1,), "int64")[0]:
-            time.sleep(0.001)
-
-    carrier = ready(start_workers(Doing(work=wait)))
-    carrier.send(0, Order(1, "first"))
-    until(lambda: carrier.heartbeat(0) > 0)
-    carrier.send(0, Order(2, "second"))
-    carrier.send(0, Order(3, "third"))
-    carrier.send(0, Question(7, lambda job: "x", discards))
-    may_go_on[0] = 1
-    order = [type(news) for _, news in hear(carrier, 2 if discards else 4)]
-    assert order == [Finished, Answer, Finished, Finished][: len(order)]
-    carrier.send(0, Order(4, "last"))
-    assert hear(carrier, 1) == [(0, Finished(4, None))]
-    others = [] if discards else ["second", "third"]
-    assert ask(carrier, lambda job: job.log) == ["first", "question", *others, "last", "question"]
-
-
-def test_what_a_question_raises_is_the_answer(start_workers: Start) -> None:
-    carrier = ready(start_workers(Doing()))
-    for request in (lambda job: 1 / 0, lambda job: job.link):  # the second cannot be sent
-        carrier.send(0, Question(1, request))
-        ((_, answer),) = hear(carrier, 1)
-        assert isinstance(answer, Answer)
-        assert answer.failure is not None
-    assert ask(carrier, lambda job: "alive") == "alive"
-
-
-# -- what is seen and said without a message ---------------------------------------------------------------------------
-
-
-def test_heartbeats_reports_and_interrupts(start_workers: Start) -> None:
-    def count(link: Link, order: Order) -> int:
-        steps, is_over = 0, False
-        while not is_over:
-            is_over = link.beat(order.ticket) or order.work == steps
-            steps += 1
-        link.report({"frames": 4.0 * steps, "unknown": 1.0})
-        if order.work == 2:
-            link.beat(order.ticket)
-            link.is_interrupted(order.ticket)
-        return steps
-
-    carrier = ready(start_workers(Doing(work=count), fields=("frames", "episodes")))
-    nothing = {"steps": 0.0, "frames": 0.0, "episodes": 0.0}
-    assert carrier.report(0) == nothing
-    before = carrier.heartbeat(0)
-    carrier.send(0, Order(1, 2))
-    assert hear(carrier, 1) == [(0, Finished(1, 3))]
-    assert carrier.heartbeat(0) > before + 3
-    assert carrier.unreported_steps(0) == 1
-    assert carrier.report(0) == {"steps": 4.0, "frames": 12.0, "episodes": 0.0}
-    carrier.send(0, Order(2, "endless"))
-    carrier.interrupt(0, 2)
-    ((_, finished),) = hear(carrier, 1)
-    assert isinstance(finished, Finished)
-    carrier.send(0, Order(3, 5))
-    assert hear(carrier, 1) == [(0, Finished(3, 6))], "only orders up to 2 are interrupted"
-    carrier.interrupt(0)
-    carrier.send(0, Order(4, 5))
-    assert hear(carrier, 1) == [(0, Finished(4, 1))]
-    carrier.resume(0)
-    carrier.send(0, Order(5, 5))
-    assert hear(carrier, 1) == [(0, Finished(5, 6))]
-    carrier.start(0, Doing())
-    assert carrier.report(0) == nothing
-    assert carrier.heartbeat(0) == carrier.unreported_steps(0) == 0
-    ready(carrier)
-    carrier.shutdown()
-    assert carrier.report(0) == nothing, "can be read to the end"
+def test_what_is_written_on_a_board() -> None:
+    board = Board(2, ("frames", "episodes"), private=True)
+    row = board.row(0)
+    row.report({"frames": 12.0, "unknown": 1.0})
+    assert [row.beat(1), row.beat(1), row.is_interrupted(1)] == [False] * 3
+    assert board.report(0) == {"steps": 2.0, "frames": 12.0, "episodes": 0.0}
+    assert (board.heartbeat(0), board.unreported_steps(0)) == (4, 2), "all that it does is a sign of life"
+    assert board.report(1) == {"steps": 0.0, "frames": 0.0, "episodes": 0.0}
 
 
 # -- data and weights --------------------------------------------------------------------------------------------------
@@ -391,18 +263,6 @@ def write_ticket(link: Link, order: Order) -> tuple[int, int]:
     memory = link.memory(order.place)  # type: ignore[arg-type]
     memory.tensors["n"].fill_(order.ticket)
     return id(memory), len(os.listdir("/proc/self/fd"))
-
-
-def test_workers_write_their_parts_of_leased_memory(start_workers: Start) -> None:
-    carrier = ready(start_workers(Doing(work=write_ticket), Doing(work=write_ticket)))
-    memory = carrier.lease({"n": Leaf((2,), torch.int64)}, (4, 3), None)
-    for _ in range(2):
-        carrier.send(0, Order(7, None, Place(memory, 0, 1)))
-        carrier.send(1, Order(8, None, Place(memory, 1, 3)))
-        identities = {identity for _, news in hear(carrier, 2) for identity in [news.receipt[0]]}  # type: ignore[union-attr, index]
-        assert memory.tensors["n"][:, 2, 1].tolist() == [7, 8, 8, 8]
-        memory.tensors["n"].zero_()
-    assert len(identities) <= 2
 
 
 def test_memory_is_sent_once_and_forgotten_when_it_is_no_longer_used(start_workers: Start) -> None:
@@ -428,26 +288,6 @@ def test_memory_is_sent_once_and_forgotten_when_it_is_no_longer_used(start_worke
             return sum("swath" in line or "memfd" in line for line in maps)
 
     assert ask(carrier, mapped) < 10
-
-
-def test_memory_goes_along_with_the_task(start_workers: Start) -> None:
-    block = MemoryBlock(64)
-
-    def write(link: Link) -> None:
-        block.array((8,), "int64")[:] = 9
-
-    ready(start_workers(Doing(begin=write)))
-    assert (block.array((8,), "int64") == 9).all()
-
-
-def test_workers_take_snapshots(start_workers: Start) -> None:
-    carrier = ready(start_workers(Doing()))
-    store = carrier.open_snapshots(SnapshotContents({"weight": Leaf((2,), torch.float32)}))
-    carrier.subscribe(0, ("policy", None), store)
-    for version in range(3):
-        store.publish({"weight": torch.full((2,), float(version))}, version)
-        taken = ask(carrier, lambda job: {topic: one.snapshot() for topic, one in job.subscribed.items()})
-        assert taken["policy", None]["weight"].tolist() == [version, version]
 
 
 # -- their surroundings ------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import select
 import signal
 import threading
@@ -14,9 +13,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from swath.runtime import Channel, Event, Member, MemoryBlock, Rounds, Undisturbed, interrupts
+from swath.runtime import Event, Member, MemoryBlock, Rounds, Undisturbed, interrupts
 from swath.runtime import rounds as module
-from swath.runtime.channel import pack
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -151,23 +149,8 @@ def test_an_event_counts() -> None:
         each.lift(2)
     assert [event.lower(), event.lower()] == [True, False]
     assert [by_ones.lower(), by_ones.lower(), by_ones.lower()] == [True, True, False]
-    event.close()
-    event.close()
-
-
-def test_an_event_travels_through_a_channel_only() -> None:
-    event = Event()
-    with pytest.raises(TypeError, match="Channel"):
-        pickle.dumps(event)
-    ours, end = Channel.pair()
-    theirs = Channel(end)
-    ours.send_packed(pack(event))
-    arrived = theirs.receive(5.0)
-    arrived.lift()
-    assert arrived.fd != event.fd
-    assert event.lower()
-    ours.close()
-    theirs.close()
+    event.release()
+    event.release()
 
 
 def test_closing_leaves_no_descriptor() -> None:

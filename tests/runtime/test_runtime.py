@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jobs import until
 
 from swath.runtime import Block, FileBlock, MemoryBlock, ProcessLock, is_alive, own_birth
 from swath.runtime.liveness import birth_of
@@ -43,13 +44,6 @@ def child(target: Callable[..., None], *args: Any) -> Iterator[tuple[Any, Any]]:
 def hear(pipe: Any) -> Any:
     assert pipe.poll(WAIT_S), "the other process said nothing"
     return pipe.recv()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        threading.Event().wait(0.001)
 
 
 def open_descriptors() -> set[str]:
@@ -111,17 +105,6 @@ def add_up(pipe: Any, block: Block, lock: ProcessLock, times: int) -> None:
     pipe.send("done")
 
 
-def test_the_lock_of_a_killed_holder_is_free() -> None:
-    lock = ProcessLock(MemoryBlock(8))
-    with child(hold, lock) as (process, pipe):
-        assert hear(pipe) == "held"
-        with pytest.raises(TimeoutError):
-            lock.acquire(timeout_s=0.05)
-        os.kill(process.pid, signal.SIGKILL)
-        lock.acquire(timeout_s=WAIT_S)
-        lock.release()
-
-
 def test_the_lock_of_a_killed_holder_is_free_though_its_children_live() -> None:
     lock = ProcessLock(MemoryBlock(8))
     with child(fork_then_hold, lock) as (process, pipe):
@@ -155,8 +138,9 @@ def test_a_stopped_holder_ends_in_an_error_and_is_awaited_again() -> None:
     with child(hold, lock) as (process, pipe):
         assert hear(pipe) == "held"
         os.kill(process.pid, signal.SIGSTOP)
-        with pytest.raises(TimeoutError, match="stopped"):
-            lock.acquire(timeout_s=0.1)
+        for _ in range(3):
+            with pytest.raises(TimeoutError, match="stopped"):
+                lock.acquire(timeout_s=0.05)
         os.kill(process.pid, signal.SIGCONT)
         pipe.send("let go")
         assert hear(pipe) == "released"
@@ -188,19 +172,6 @@ def test_a_thread_may_take_it_again_and_others_wait() -> None:
     assert outcome[1:] == ["taken"]
 
 
-def test_a_refused_thread_leaves_the_lock_usable() -> None:
-    lock = ProcessLock(MemoryBlock(8))
-    with child(hold, lock) as (_, pipe):
-        assert hear(pipe) == "held"
-        for _ in range(3):
-            with pytest.raises(TimeoutError):
-                lock.acquire(timeout_s=0.01)
-        pipe.send("let go")
-        assert hear(pipe) == "released"
-        with lock:
-            pass
-
-
 def test_nobody_is_in_it_at_the_same_time_as_another() -> None:
     block = MemoryBlock(8)
     lock, times = ProcessLock(block), 2000
@@ -216,15 +187,6 @@ def test_nobody_is_in_it_at_the_same_time_as_another() -> None:
         for pipe in (one, two):
             assert hear(pipe) == "done"
     assert number[0] == 3 * times
-
-
-def test_locks_over_one_block_exclude_each_other_in_one_process() -> None:
-    block = MemoryBlock(8)
-    one, two = ProcessLock(block), ProcessLock(block)
-    with one, pytest.raises(TimeoutError):
-        two.acquire(timeout_s=0.02)
-    with two:
-        pass
 
 
 def test_locks_close_what_they_opened() -> None:
@@ -263,24 +225,12 @@ def pause(pipe: Any) -> None:
     signal.pause()
 
 
-def test_we_are_alive() -> None:
-    assert is_alive(os.getpid(), own_birth())
-
-
-def test_a_process_of_another_birth_is_not_the_same() -> None:
+def test_a_process_is_known_by_its_birth_until_it_is_dead() -> None:
     with child(pause) as (process, pipe):
         birth = hear(pipe)
+        os.kill(process.pid, signal.SIGSTOP)  # a stopped one is alive
         assert is_alive(process.pid, birth)
-        assert not is_alive(process.pid, birth + 1)
-        assert not is_alive(process.pid, birth - 1)
-        assert not is_alive(process.pid, 0)
-
-
-def test_a_stopped_process_is_alive_and_a_dead_one_is_not() -> None:
-    with child(pause) as (process, pipe):
-        birth = hear(pipe)
-        os.kill(process.pid, signal.SIGSTOP)
-        assert is_alive(process.pid, birth)
+        assert not any(is_alive(process.pid, other) for other in (birth - 1, birth + 1, 0))
         os.kill(process.pid, signal.SIGKILL)
         process.join(WAIT_S)
         assert not is_alive(process.pid, birth)
@@ -381,11 +331,8 @@ def test_arrays_outlive_their_block(block: Block) -> None:
     assert (array == 5).all()
 
 
-def test_an_array_of_nothing(block: Block) -> None:
+def test_arrays_lie_within_the_block(block: Block) -> None:
     assert block.array((0, 3), np.float32).shape == (0, 3)
-
-
-def test_an_array_beyond_the_end_is_refused(block: Block) -> None:
     with pytest.raises(ValueError, match="do not lie within"):
         block.array((65,), np.uint8)
 

@@ -288,6 +288,9 @@ def test_ids_that_do_not_fit_are_noticed() -> None:
 # -- whole episodes ----------------------------------------------------------------------------------------------
 
 
+WHOLE = {"padded": assert_whole_episodes, "cat": assert_whole_in_a_row}
+
+
 def length(lane: int, episode: int) -> int:
     return LENGTHS[episode % 2]
 
@@ -295,7 +298,7 @@ def length(lane: int, episode: int) -> int:
 @pytest.fixture(scope="module")
 def whole() -> dict[str, TensorDictBase]:
     made = {}
-    for form in ("padded", "cat"):
+    for form in WHOLE:
         batch = collector(trajs_per_batch=4, traj_format=form).next()
         assert batch is not None
         made[form] = batch
@@ -303,9 +306,8 @@ def whole() -> dict[str, TensorDictBase]:
 
 
 def test_whole_episodes_pass(whole: dict[str, TensorDictBase]) -> None:
-    expected = [(0, 0), (1, 0), (2, 0), (0, 1)]
-    assert assert_whole_episodes(whole["padded"], length) == expected
-    assert assert_whole_in_a_row(whole["cat"], length) == expected
+    for form, check in WHOLE.items():
+        assert check(whole[form], length) == [(0, 0), (1, 0), (2, 0), (0, 1)]
 
 
 PADDED: dict[str, Mutation] = {
@@ -339,23 +341,17 @@ IN_A_ROW: dict[str, Mutation] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(PADDED))
-def test_spoilt_rows_are_noticed(whole: dict[str, TensorDictBase], name: str) -> None:
-    batch = whole["padded"].clone()
-    changed = PADDED[name](batch)
+@pytest.mark.parametrize(
+    ("form", "name"), [("padded", name) for name in sorted(PADDED)] + [("cat", name) for name in sorted(IN_A_ROW)]
+)
+def test_spoilt_episodes_are_noticed(whole: dict[str, TensorDictBase], form: str, name: str) -> None:
+    batch = whole[form].clone()
+    changed = (PADDED if form == "padded" else IN_A_ROW)[name](batch)
     with pytest.raises(AssertionError):
-        assert_whole_episodes(changed if isinstance(changed, TensorDictBase) else batch, length)
-
-
-@pytest.mark.parametrize("name", sorted(IN_A_ROW))
-def test_spoilt_episodes_in_a_row_are_noticed(whole: dict[str, TensorDictBase], name: str) -> None:
-    batch = whole["cat"].clone()
-    changed = IN_A_ROW[name](batch)
-    with pytest.raises(AssertionError):
-        assert_whole_in_a_row(changed if isinstance(changed, TensorDictBase) else batch, length)
+        WHOLE[form](changed if isinstance(changed, TensorDictBase) else batch, length)
 
 
 def test_an_episode_of_another_length_is_noticed(whole: dict[str, TensorDictBase]) -> None:
-    for check, form in ((assert_whole_episodes, "padded"), (assert_whole_in_a_row, "cat")):
+    for form, check in WHOLE.items():
         with pytest.raises(AssertionError, match="instead of 4"):
             check(whole[form], lambda lane, episode: 4)

@@ -81,6 +81,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "split": {"split_trajs": True},
     "counted": {"max_frames_per_traj": 20},
     "same td": {"return_same_td": True},
+    # The hook sees frames as they are collected, whatever is delivered.
+    **{
+        f"{count} whole, {form}": {"trajs_per_batch": count, "traj_format": form}
+        for count in (1, 4)
+        for form in ("padded", "cat")
+    },
 }
 
 
@@ -105,19 +111,6 @@ def test_every_complete_episode_is_recorded(make: Callable[[], Any], form: dict[
 
 def _ends_at(lane: int, steps: int) -> bool:
     return sum(LENGTHS[lane][n % len(LENGTHS[lane])] for at, n in finished_in(steps) if at == lane) == steps
-
-
-@pytest.mark.parametrize("form", ["padded", "cat"])
-@pytest.mark.parametrize("count", [1, 4])
-def test_batches_of_whole_episodes(form: str, count: int) -> None:
-    env = CountingEnv((3,), lengths=LENGTHS)
-    with MinariRecorder("counting/whole-v0", env) as recorder:
-        witness = Witness(recorder)
-        options: dict[str, Any] = {"trajs_per_batch": count, "traj_format": form}
-        for _ in Collector(env, frames_per_batch=21, total_frames=3 * 49, post_collect_hook=witness, **options):
-            pass
-    # The hook sees frames as they are collected, whatever is delivered.
-    assert_recorded(recorder.dataset, witness, set(finished_in(49)))
 
 
 def test_lanes_that_rest_between_episodes() -> None:

@@ -64,57 +64,32 @@ def workers() -> Workers:
     return Workers()
 
 
-def test_nothing_is_adopted_before_something_is_published(workers: Workers) -> None:
-    assert workers.held(0) == (0, -5.0, -6.0)
+A, B = {"weight": 1.0, "bias": 2.0}, {"weight": 7.0, "bias": 8.0}
+STORIES: dict[str, tuple[list[tuple[int | None, dict[str, float]]], list[tuple[int, float, float]]]] = {
+    "nothing is adopted before something is published": ([], [(0, -5, -6), (0, -5, -6)]),
+    "to all": ([(None, A)], [(1, 1, 2), (1, 1, 2)]),
+    "the first weights may be a part": ([(None, {"weight": 1.0}), (1, {"bias": 3.0})], [(1, 1, -6), (2, 1, 3)]),
+    "to one": ([(None, A), (1, B)], [(1, 1, 2), (2, 7, 8)]),
+    "to all after to one": ([(1, B), (None, A)], [(2, 1, 2), (2, 1, 2)]),
+    "a part to one leaves what all were given since": (
+        [(1, B), (None, A), (1, {"bias": 9.0})],
+        [(2, 1, 2), (3, 1, 9)],
+    ),
+    "a part to all leaves what one was given": ([(None, A), (1, B), (None, {"bias": 3.0})], [(3, 1, 3), (3, 7, 3)]),
+    "a part to all after all took the place of what one was given": (
+        [(1, B), (None, A), (None, {"bias": 3.0})],
+        [(3, 1, 3), (3, 1, 3)],
+    ),
+}
+"""What is published, to all or to one, and what each worker holds then."""
 
 
-def test_to_all(workers: Workers) -> None:
-    workers.to_all(weight=1, bias=2)
-    assert workers.held(0) == workers.held(1) == (1, 1, 2)
-
-
-def test_the_first_weights_may_be_a_part(workers: Workers) -> None:
-    workers.to_all(weight=1)
-    assert workers.held(0) == (1, 1, -6)
-    workers.to_one(1, bias=3)
-    assert workers.held(1) == (2, 1, 3)
-    assert workers.held(0) == (1, 1, -6)
-
-
-def test_to_one(workers: Workers) -> None:
-    workers.to_all(weight=1, bias=2)
-    workers.to_one(1, weight=7, bias=8)
-    assert workers.held(0) == (1, 1, 2)
-    assert workers.held(1) == (2, 7, 8)
-
-
-def test_to_all_after_to_one(workers: Workers) -> None:
-    workers.to_one(1, weight=7, bias=8)
-    workers.to_all(weight=1, bias=2)
-    assert workers.held(0) == workers.held(1) == (2, 1, 2)
-
-
-def test_a_part_to_one_leaves_what_all_were_given_since(workers: Workers) -> None:
-    workers.to_one(1, weight=7, bias=8)
-    workers.to_all(weight=1, bias=2)
-    workers.to_one(1, bias=9)
-    assert workers.held(1) == (3, 1, 9)
-    assert workers.held(0) == (2, 1, 2)
-
-
-def test_a_part_to_all_leaves_what_one_was_given(workers: Workers) -> None:
-    workers.to_all(weight=1, bias=2)
-    workers.to_one(1, weight=7, bias=8)
-    workers.to_all(bias=3)
-    assert workers.held(0) == (3, 1, 3)
-    assert workers.held(1) == (3, 7, 3)
-
-
-def test_a_part_to_all_after_all_took_the_place_of_what_one_was_given(workers: Workers) -> None:
-    workers.to_one(1, weight=7, bias=8)
-    workers.to_all(weight=1, bias=2)
-    workers.to_all(bias=3)
-    assert workers.held(0) == workers.held(1) == (3, 1, 3)
+@pytest.mark.parametrize("story", STORIES)
+def test_what_workers_hold(workers: Workers, story: str) -> None:
+    published, held = STORIES[story]
+    for worker, weights in published:
+        workers.to_all(**weights) if worker is None else workers.to_one(worker, **weights)
+    assert [workers.held(0), workers.held(1)] == held
 
 
 def test_beginning_anew_at_an_older_version(workers: Workers) -> None:
@@ -138,13 +113,7 @@ def test_a_new_worker_in_the_place_of_another(workers: Workers) -> None:
         assert workers.held(index) == wanted
 
 
-def test_the_newest_weights_of_all(workers: Workers) -> None:
-    workers.to_all(weight=1, bias=2)
-    workers.to_one(1, weight=7)
-    assert {name: float(value) for name, value in workers.publisher.newest("policy").items()} == {
-        "weight": 1,
-        "bias": 2,
-    }
+def test_a_publisher_knows_its_models(workers: Workers) -> None:
     assert workers.publisher.knows("policy")
     assert not workers.publisher.knows("critic")
 

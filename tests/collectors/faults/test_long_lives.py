@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,9 +12,9 @@ from typing import Any
 
 import pytest
 from common import buffer, net, steps_of, until
-from fault_tools import DeedEnv, doing
+from fault_tools import DeedEnv
 from inside import open_questions, send_to_worker
-from kinds import ASYNC, SINGLE, STARTED, SYNC, Make, over
+from kinds import ASYNC, SINGLE, SPREAD, STARTED, SYNC, Make, over
 from tensordict.nn import TensorDictModule
 from torch import nn
 
@@ -26,23 +24,6 @@ from swath.testing import CountingGymEnv
 
 def kill(collector: Any, worker: int) -> None:
     os.kill(collector.worker_pids[worker], signal.SIGKILL)
-
-
-def test_many_threads_may_make_the_first_collector_of_a_program() -> None:
-    program = """
-import threading
-from swath.collectors import MultiSyncCollector
-from swath.testing import CountingEnv
-def collect():
-    for _ in MultiSyncCollector([CountingEnv], frames_per_batch=8, total_frames=16):
-        pass
-threads = [threading.Thread(target=collect) for _ in range(4)]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-print("done")
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
-    assert ended.stdout == "done\n", ended.stderr
 
 
 def explode() -> None:
@@ -106,14 +87,24 @@ def test_what_a_dead_worker_had_claimed_is_collected_by_others(make: Make, on_fa
 
 
 @pytest.mark.filterwarnings("ignore::swath.collectors.WorkerRestartedWarning")
-@over([SYNC])
-def test_a_hook_that_was_set_later_is_called_by_new_workers_too(make: Make, tmp_path: Path) -> None:
-    collector = make(None, net(), on_worker_failure="restart")
-    collector.set_post_collect_hook(lambda batch: (tmp_path / f"{os.getpid()}").touch())
-    collector.next()
+@over(SPREAD, needs="run_there")
+def test_assigned_hooks_are_called_in_the_workers_and_in_those_that_take_their_place(
+    make: Make, tmp_path: Path
+) -> None:
+    collector = make(on_worker_failure="restart")
+    collector.pre_collect_hook = lambda: (tmp_path / f"pre {os.getpid()}").touch()
+    collector.post_collect_hook = lambda batch: (tmp_path / f"post {os.getpid()}").touch()
+    before = collector.worker_pids
+
+    def called(pids: list[int]) -> bool:
+        collector.next()
+        names = {path.name for path in tmp_path.iterdir()}
+        return names >= {f"{when} {pid}" for when in ("pre", "post") for pid in pids}
+
+    until(lambda: called(before))
     kill(collector, 1)
-    collector.next()
-    assert {path.name for path in tmp_path.iterdir()} >= {str(pid) for pid in collector.worker_pids}
+    until(lambda: called(collector.worker_pids) and collector.worker_pids != before)
+    assert len({*before, *collector.worker_pids}) == 3
 
 
 @over([SYNC])
@@ -149,12 +140,3 @@ def test_a_collector_goes_on_without_a_worker_that_was_dropped(make: Make) -> No
     whole = make(None, net(), workers=3, frames_per_batch=12)
     whole.load_state_dict(collector.state_dict())
     assert whole.next().shape == (3, 4)
-
-
-@over([SYNC])
-def test_the_last_worker_may_be_the_one_that_is_asked_for_attributes(make: Make) -> None:
-    """Worker 0 is gone: the first that is left answers."""
-    collector = make(doing(lambda: os._exit(3), worker=0, at=5), on_worker_failure="drop")
-    with pytest.warns(WorkerRestartedWarning, match="dropped"):
-        collector.next()
-    assert collector.getattr_env("batch_size") == ()

@@ -33,9 +33,6 @@ for collector in hanging[:2]:
     threading.Thread(target=advance_quietly, args=(collector,), daemon=True).start()
 until(lambda: all(steps_of(collector, 1) >= 2 for collector in hanging))
 """
-READY = """
-print("ready")
-"""
 TRAIN = """
 while True:
     for collector in collectors:
@@ -51,31 +48,35 @@ def interrupt(program: Program, whom: str = "group") -> None:
         os.killpg(program.popen.pid, signal.SIGINT)
 
 
-@pytest.mark.parametrize("script", [COLLECT, HANG + READY], ids=["collecting", "long step"])
-def test_a_program_that_forgets_shutdown(tmp_path: Path, script: str) -> None:
-    with Program(f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n" + script) as program:
+def test_a_program_that_forgets_shutdown(tmp_path: Path) -> None:
+    """Of collectors that collect, and of others that are in a long step."""
+    with Program(f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n" + HANG + COLLECT) as program:
         program.says()
         assert program.ends(3) == 0
         assert_ended_well(program)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_program_that_raises() -> None:
-    with Program(COLLECT + "\nraise ZeroDivisionError('mine')") as program:
+@pytest.mark.parametrize(
+    ("script", "code", "last"),
+    [("raise ZeroDivisionError('mine')", 1, "ZeroDivisionError: mine"), ("os._exit(7)", 7, "")],
+    ids=["raise", "os._exit"],
+)
+def test_a_program_that_ends_otherwise(script: str, code: int, last: str) -> None:
+    with Program(f"{COLLECT}\n{script}") as program:
         program.says()
-        assert program.ends(3) == 1
-        assert_ended_well(program, tracebacks=1)
-        assert program.errors.rstrip().endswith("ZeroDivisionError: mine")
+        assert program.ends(3 if last else 5) == code
+        assert_ended_well(program, tracebacks=int(bool(last)))
+        assert program.errors.rstrip().endswith(last)
 
 
 @pytest.mark.parametrize(
     ("whom", "script"),
     [
         ("parent", COLLECT + TRAIN),
-        ("group", COLLECT + "with beside, collectors[0]:" + textwrap.indent(TRAIN, "    ")),
-        ("group", HANG + READY + SLEEP),
+        ("group", HANG + COLLECT + "with beside, collectors[0]:" + textwrap.indent(TRAIN, "    ")),
     ],
-    ids=["parent", "group, in a with block", "group, in a long step"],
+    ids=["parent", "group, in a with block, others in a long step"],
 )
 def test_ctrl_c(whom: str, script: str) -> None:
     with Program(script) as program:
@@ -86,21 +87,8 @@ def test_ctrl_c(whom: str, script: str) -> None:
         assert program.errors.rstrip().endswith("KeyboardInterrupt")
 
 
-def test_ctrl_c_while_workers_are_made() -> None:
-    text = """
-    build(ASYNC).shutdown()
-    print("ready")
-    build(SYNC, [lambda: time.sleep(3600)] * 2)
-    """
-    with Program(text) as program:
-        program.says()
-        until(lambda: len(descendants(program.popen.pid)) >= 3)
-        interrupt(program)
-        assert program.ends(5) == -signal.SIGINT
-        assert_ended_well(program, tracebacks=1)
-
-
 def test_a_caught_ctrl_c_leaves_a_program_that_can_go_on() -> None:
+    """The next one comes while workers are being made, and ends it."""
     text = """
     collector = build(SYNC)
     try:
@@ -111,54 +99,48 @@ def test_a_caught_ctrl_c_leaves_a_program_that_can_go_on() -> None:
         other = build(ASYNC)
         advance(other)
         other.shutdown()
-        print("went on")
+    collector.shutdown()
+    print("went on")
+    build(SYNC, [lambda: time.sleep(3600)] * 2)
     """
     with Program(text) as program:
         program.says()
         interrupt(program)
         assert program.says() == "went on"
-        assert program.ends(3) == 0
-        assert_ended_well(program)
+        until(lambda: len(descendants(program.popen.pid)) >= 3)
+        interrupt(program)
+        assert program.ends(5) == -signal.SIGINT
+        assert_ended_well(program, tracebacks=1)
 
 
-def test_a_program_that_is_terminated() -> None:
-    with Program(COLLECT + SLEEP) as program:
-        program.says()
-        os.kill(program.popen.pid, signal.SIGTERM)
-        assert program.ends(5) == -signal.SIGTERM
+OTHER_METHODS = """
+for method in ("fork", "spawn"):
+    hanging.append(build(STARTED, doing(sleep_long, worker=0, workers=1, at=3), mp_start_method=method))
+until(lambda: all(steps_of(collector, 0) >= 2 for collector in hanging[3:]))
+"""
 
 
-@pytest.mark.parametrize("whom", ["parent", "group"])
-def test_a_program_that_is_killed_leaves_nothing(whom: str) -> None:
+@pytest.mark.parametrize(
+    ("whom", "how", "script"),
+    [
+        ("parent", signal.SIGKILL, HANG + OTHER_METHODS + COLLECT),
+        ("group", signal.SIGKILL, HANG + COLLECT),
+        ("parent", signal.SIGTERM, COLLECT),
+    ],
+    ids=["killed", "killed with its group", "terminated"],
+)
+def test_a_program_that_is_killed_leaves_nothing(whom: str, how: int, script: str) -> None:
     before = memory_names()
-    with Program(HANG + COLLECT + SLEEP) as program:
-        pids = [int(pid) for pid in program.says().split()[1:]]
-        os.kill(pids[0], signal.SIGSTOP)
-        kill = os.kill if whom == "parent" else os.killpg
-        kill(program.popen.pid, signal.SIGKILL)
-        assert program.ends(5) == -signal.SIGKILL
-        assert len(program.seen) >= 14  # the program, the server, twelve workers
+    with Program(script + SLEEP) as program:
+        pids = [int(pid) for pid in program.says(90).split()[1:]]
+        if how == signal.SIGKILL:
+            os.kill(pids[0], signal.SIGSTOP)
+        send = os.kill if whom == "parent" else os.killpg
+        send(program.popen.pid, how)
+        assert program.ends(5) == -how
+        assert len(program.seen) >= (14 if HANG in script else 8)  # the program, the server, six workers of each
         new = memory_names() - before
         assert not [name for name in new if "swath" in name or any(str(pid) in name for pid in program.seen)]
-
-
-def test_a_program_with_other_start_methods_is_killed() -> None:
-    script = """
-    collectors = [build(STARTED, doing(sleep_long, at=3), mp_start_method=method) for method in ("fork", "spawn")]
-    until(lambda: all(steps_of(collector, 1) >= 2 for collector in collectors))
-    print("ready")
-    time.sleep(3600)
-    """
-    with Program(script) as program:
-        program.says(90)
-        os.kill(program.popen.pid, signal.SIGKILL)
-        assert program.ends(5) == -signal.SIGKILL
-
-
-def test_a_program_that_leaves_by_os_exit() -> None:
-    with Program(COLLECT + "\nos._exit(7)") as program:
-        program.says()
-        assert program.ends(5) == 7
 
 
 def test_a_long_step_in_a_thread_does_not_keep_a_program_from_its_end() -> None:
@@ -226,7 +208,16 @@ def test_a_program_without_a_main_guard(how: str, tmp_path: Path, monkeypatch: p
 
 
 def test_threads_and_forks_of_a_program() -> None:
+    """Many threads may make its first collectors at once; workers outlive the thread that has made them."""
     text = """
+    first = []
+    threads = [threading.Thread(target=lambda: first.append(build(SYNC, workers=1).next())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(first) == 4
+
     import warnings; warnings.simplefilter("ignore", DeprecationWarning)
     from swath.testing import assert_follows, assert_frames_belong
 
@@ -241,7 +232,7 @@ def test_threads_and_forks_of_a_program() -> None:
         thread.start()
         thread.join()
         for _ in range(5):
-            assert_frames_belong(collector.next())  # workers outlive the thread that has made them
+            assert_frames_belong(collector.next())
         collector.shutdown()
 
     collector = build(SYNC)

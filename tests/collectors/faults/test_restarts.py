@@ -24,7 +24,7 @@ from fault_tools import (
     within,
 )
 from inside import WORKER_BITS, StallWarning, WorkerDiedError, has_named_a_stall, versions_of_workers
-from kinds import ASYNC, FALLIBLE, SPREAD, STARTED, SYNC, Kind, Make, over
+from kinds import ALL_FALLIBLE, SPREAD, STARTED, SYNC, Kind, Make, over
 from tensordict import TensorDictBase
 
 from swath.collectors import WorkerRestartedWarning
@@ -92,25 +92,35 @@ class Diary:
         assert sum(map(len, ids.values())) == len(set.union(*ids.values())), "lanes share ids"
 
 
+@pytest.mark.parametrize("policy", ["restart", "drop"])
 @pytest.mark.parametrize("ending", ENDINGS)
-@over(SPREAD)
-def test_restart_while_collecting(make: Make, kind: Kind, ending: str, tmp_path: Any) -> None:
-    envs = doing(ENDINGS[ending], once=str(tmp_path / "done"), at=34, lengths=7, others_pace_s=PACE_S)
-    collector = make(envs, on_worker_failure="restart", total_frames=400)
-    diary = Diary()
-    with pytest.warns(WorkerRestartedWarning, match=r"Worker 1 .*restarted \(1 of 3\)") as caught:
-        diary.add_all(collector)
-    assert len(caught) == 1
-    assert diary.frames == 400
-    diary.check([0], [1])
+@over(ALL_FALLIBLE, needs="go_on_within")
+def test_a_failure_while_collecting(make: Make, kind: Kind, ending: str, policy: str, tmp_path: Any) -> None:
+    once = str(tmp_path / "done") if policy == "restart" else None
+    envs = doing(ENDINGS[ending], once=once, at=34, lengths=7, others_pace_s=PACE_S)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        collector = make(envs, on_worker_failure=policy, total_frames=400)
+        diary = Diary()
+        if kind.starts:
+            until(lambda: not collector.is_running())
+            assert_trajectories(collector.replay_buffer[:])
+            assert collector.replay_buffer.write_count == 400
+        else:
+            diary.add_all(collector)
+            assert diary.frames == 400
+            diary.check([0], [1])
+            workers = {number >> WORKER_BITS for number in ids_of(diary.batches)}
+            assert workers == ({0, 1, 2} if policy == "restart" else {0, 1})
+    (said,) = [str(warning.message) for warning in caught if warning.category is WorkerRestartedWarning]
+    assert said.startswith("Worker 1 ")
+    assert ("restarted (1 of 3)" if policy == "restart" else "dropped, 1 are left") in said
     stats = collector.stats()
-    assert (stats["frames"], stats["worker_restarts"]) == (400, 1)
-    steps = 10 if kind.joins else 20
-    assert stats["lost_frames"] == 33 % steps  # the last step was not made
-    assert {number >> WORKER_BITS for number in ids_of(diary.batches)} == {0, 1, 2}
+    assert (stats["frames"], stats["worker_restarts"]) == (400, int(policy == "restart"))
+    assert stats["lost_frames"] == 33 % (10 if kind.joins else 20)  # the last step was not made
 
 
-@over(SPREAD)
+@over(SPREAD, needs="go_on_within")
 def test_restart_again_and_again_from_outside(make: Make, kind: Kind) -> None:
     collector = make(workers=3, lengths=[3, 11, 30], frames_per_batch=30, on_worker_failure="restart", max_restarts=100)
     diary, killed, episodes = Diary(), set[int](), 0
@@ -130,7 +140,7 @@ def test_restart_again_and_again_from_outside(make: Make, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("call", ["state_dict", "update_policy_weights_", "set_seed", "reset"])
-@over(SPREAD)
+@over(SPREAD, needs="go_on_within")
 def test_restart_between_batches(make: Make, kind: Kind, call: str) -> None:
     collector = make(policy=net(), on_worker_failure="restart")
     diary = Diary()
@@ -161,18 +171,6 @@ def test_a_new_worker_acts_with_the_newest_weights(make: Make) -> None:
     weights = collector.map_fn("policy.state_dict", [()] * 2)
     assert all((own["module.weight"] == 3.0).all() for own in weights)
     assert versions_of_workers(collector) == {1}
-
-
-@pytest.mark.parametrize("ending", ENDINGS)
-@over([STARTED])
-def test_restart_while_running_free(make: Make, ending: str, tmp_path: Any) -> None:
-    envs = doing(ENDINGS[ending], once=str(tmp_path / "done"), at=34, lengths=7, others_pace_s=PACE_S)
-    collector = make(envs, on_worker_failure="restart", total_frames=600)
-    until(lambda: not collector.is_running())
-    stats, buffer = collector.stats(), collector.replay_buffer
-    assert buffer.write_count == stats["frames"] == 600
-    assert (stats["worker_restarts"], stats["lost_frames"]) == (1, 13)
-    assert_trajectories(buffer[:])
 
 
 @pytest.mark.parametrize("extend_buffer", [True, False])
@@ -247,20 +245,18 @@ def test_a_worker_that_hangs_is_killed_by_the_user_and_replaced(make: Make, tmp_
     diary.check([0], [1])
 
 
+@pytest.mark.parametrize(
+    ("most", "deed", "error_type"),
+    [(0, signal_itself(signal.SIGKILL), WorkerDiedError), (2, lambda: {}["missing"], KeyError)],
+    ids=["0", "2"],
+)
 @over([SYNC])
-def test_max_restarts(make: Make) -> None:
-    collector = make(doing(lambda: {}["missing"], at=25), on_worker_failure="restart", max_restarts=2)
+def test_max_restarts(make: Make, most: int, deed: Any, error_type: type[Exception]) -> None:
+    collector = make(doing(deed, at=25), on_worker_failure="restart", max_restarts=most)
     error = advance_until_it_raises(collector)
-    assert type(error) is KeyError
-    assert "restarted 2 times" in told(error)
-    assert collector.stats()["worker_restarts"] == 2
-
-
-@over([ASYNC])
-def test_no_restart_at_all(make: Make) -> None:
-    collector = make(doing(signal_itself(signal.SIGKILL)), on_worker_failure="restart", max_restarts=0)
-    assert isinstance(advance_until_it_raises(collector), WorkerDiedError)
-    assert not collector.stats()["worker_restarts"]
+    assert type(error) is error_type
+    assert not most or f"restarted {most} times" in told(error)
+    assert collector.stats()["worker_restarts"] == most
 
 
 @over([SYNC])
@@ -347,30 +343,7 @@ def test_only_whole_episodes_reach_the_buffer(make: Make) -> None:
 # -- dropping ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-@over(SPREAD)
-def test_drop(make: Make, kind: Kind, ending: str) -> None:
-    envs = doing(ENDINGS[ending], at=34, others_pace_s=PACE_S)
-    collector = make(envs, on_worker_failure="drop", total_frames=400)
-    diary = Diary()
-    with pytest.warns(WorkerRestartedWarning, match="Worker 1 .*dropped, 1 are left"):
-        diary.add_all(collector)
-    assert diary.frames == 400 == collector.stats()["frames"]
-    diary.check([0], [1])
-    assert collector.stats()["lost_frames"] == 33 % (10 if kind.joins else 20)
-
-
-@over([STARTED])
-def test_drop_while_running_free(make: Make) -> None:
-    envs = doing(signal_itself(signal.SIGKILL), at=34, others_pace_s=PACE_S)
-    collector = make(envs, on_worker_failure="drop", total_frames=400)
-    until(lambda: not collector.is_running())
-    assert collector.replay_buffer.write_count == collector.stats()["frames"] == 400
-    assert collector.stats()["lost_frames"] == 13
-    assert_trajectories(collector.replay_buffer[:])
-
-
-@over(FALLIBLE)
+@over(ALL_FALLIBLE, needs="drop")
 def test_after_a_drop_everything_can_be_asked(make: Make, kind: Kind) -> None:
     collector = make(policy=net(), on_worker_failure="drop")
     advance(collector)
@@ -385,7 +358,7 @@ def test_after_a_drop_everything_can_be_asked(make: Make, kind: Kind) -> None:
     assert advance(collector) is not None
 
 
-@over(FALLIBLE)
+@over(ALL_FALLIBLE, needs="drop")
 def test_the_last_worker_cannot_be_dropped(make: Make, kind: Kind) -> None:
     collector = make(on_worker_failure="drop")
     advance(collector)

@@ -6,6 +6,8 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ from fault_tools import (
     within,
 )
 from inside import StallWarning, WorkerDiedError, server_of_workers
-from kinds import ASYNC, FALLIBLE, SPREAD, STARTED, SYNC, Kind, Make, over
+from kinds import ALL_FALLIBLE, ASYNC, FALLIBLE, SPREAD, STARTED, SYNC, Kind, Make, over
 
 from swath.data import RateLimiter
 from swath.errors import ClosedError
@@ -39,7 +41,7 @@ def assert_tells_of(error: BaseException, index: int, pid: int, words: str) -> N
 
 
 @pytest.mark.parametrize("death", DEATHS)
-@over(FALLIBLE)
+@over(ALL_FALLIBLE, needs="run_there")
 def test_a_death_while_collecting_is_told_within_2_s(make: Make, kind: Kind, death: str) -> None:
     deed, words = DEATHS[death]
     collector = make(doing(deed))
@@ -51,7 +53,7 @@ def test_a_death_while_collecting_is_told_within_2_s(make: Make, kind: Kind, dea
         collector.is_running() if kind is STARTED else advance(collector)
 
 
-@over(SPREAD)
+@over(SPREAD, needs="report_steps")
 def test_a_death_in_the_middle_of_a_long_batch(make: Make, kind: Kind) -> None:
     collector = make(doing(sleep_long, at=5), frames_per_batch=40)
     pid = collector.worker_pids[1]
@@ -70,42 +72,62 @@ def test_a_death_in_the_middle_of_a_long_batch(make: Make, kind: Kind) -> None:
     assert_tells_of(error, 1, pid, "was killed by SIGKILL")
 
 
-OPERATIONS: dict[str, Any] = {
+CALLS: dict[str, Callable[[Any], Any]] = {
     "update_policy_weights_": lambda collector: collector.update_policy_weights_(),
     "state_dict": lambda collector: collector.state_dict(),
     "set_seed": lambda collector: collector.set_seed(1),
     "reset": lambda collector: collector.reset(),
     "getattr": lambda collector: collector.get_distant_attr("env.batch_size"),
+    "is_running": lambda collector: collector.is_running(),
+    "async_shutdown": lambda collector: collector.async_shutdown(),
 }
+OF_STARTED = ("is_running", "async_shutdown")
+"""Those that tell of a death only where nobody iterates, who would be told by the next batch."""
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@over(FALLIBLE)
-def test_a_death_between_batches_is_told_by_what_is_called_next(make: Make, kind: Kind, operation: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        (kind, call)
+        for kind in FALLIBLE
+        for call in CALLS
+        if (kind is STARTED or call not in OF_STARTED) and "told_at_once" not in kind.cannot
+    ],
+    ids=str,
+)
+def test_a_death_between_batches_is_told_by_what_is_called_next(make: Make, call: str) -> None:
     collector = make(policy=net())
     advance(collector)
     pid = collector.worker_pids[1]
     end(pid)
     with within(2), pytest.raises(WorkerDiedError) as caught:
-        OPERATIONS[operation](collector)
+        CALLS[call](collector)
     assert_tells_of(caught.value, 1, pid, "was killed by SIGKILL (signal 9)")
     with within(5):
         collector.shutdown()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
-@over(FALLIBLE)
+@over(ALL_FALLIBLE, needs="state_ends")
 def test_a_death_between_batches_is_told_by_the_next_batch(make: Make, kind: Kind, how: int) -> None:
+    """A trainer that only samples is told too. The collector stays closed, and tells its numbers."""
     collector = make()
     advance(collector)
     pid = collector.worker_pids[0]
     end(pid, how)
+    with within(1):
+        frames = collector.stats("both")["frames"]
+    assert kind is STARTED or frames == 20
     with within(2):
         error = advance_until_it_raises(collector)
     assert_tells_of(error, 0, pid, f"was killed by {signal.Signals(how).name} (signal {int(how)})")
+    assert not collector.stats()["workers_alive"]
+    for call in (collector.next, collector.rollout, collector.state_dict) if kind is not STARTED else ():
+        with within(1), pytest.raises((WorkerDiedError, ClosedError)):
+            call()
 
 
-@over(FALLIBLE)
+@over(ALL_FALLIBLE)
 def test_shutdown_after_a_death(make: Make, kind: Kind) -> None:
     collector = make()
     advance(collector)
@@ -123,7 +145,7 @@ def test_shutdown_after_a_death(make: Make, kind: Kind) -> None:
     assert collector.stats()["workers_alive"] == 0
 
 
-@over(FALLIBLE)
+@over(ALL_FALLIBLE)
 def test_all_workers_die(make: Make, kind: Kind) -> None:
     collector = make()
     advance(collector)
@@ -131,44 +153,6 @@ def test_all_workers_die(make: Make, kind: Kind) -> None:
         end(pid)
     with within(2):
         assert isinstance(advance_until_it_raises(collector), WorkerDiedError)
-
-
-@over([SYNC])
-def test_statistics_can_be_asked_for_after_a_death(make: Make) -> None:
-    collector = make()
-    advance(collector)
-    end(collector.worker_pids[1])
-    with within(1):
-        assert collector.stats("both")["frames"] == 20
-    until(lambda: collector.stats()["workers_alive"] == 1, 2)
-
-
-@over([STARTED])
-def test_a_trainer_that_only_samples_is_told_of_a_death(make: Make) -> None:
-    collector = make()
-    buffer = collector.replay_buffer
-    buffer.sample()
-    pid = collector.worker_pids[1]
-    begun = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    assert_tells_of(advance_until_it_raises(collector), 1, pid, "was killed by SIGKILL")
-    assert time.monotonic() - begun < 2  # 10 s are promised
-    assert not collector.stats()["workers_alive"]
-
-
-@over([STARTED])
-def test_is_running_and_async_shutdown_tell_of_a_death(make: Make) -> None:
-    collector = make()
-    advance(collector)
-    end(collector.worker_pids[0])
-    with within(2), pytest.raises(WorkerDiedError):
-        collector.is_running()
-    other = make()
-    advance(other)
-    end(other.worker_pids[0])
-    with within(5), pytest.raises(WorkerDiedError):
-        other.async_shutdown()
-    other.async_shutdown()
 
 
 @over([STARTED])
@@ -182,23 +166,34 @@ def test_a_waiting_sample_is_told_of_a_death(make: Make) -> None:
 # -- stopped -------------------------------------------------------------------------------------------------------
 
 
-@over(FALLIBLE)
+@contextlib.contextmanager
+def naming_a_stall(collector: Any, go_on: Callable[[], Any]) -> Iterator[list[warnings.WarningMessage]]:
+    """Batches are asked for until a worker that makes no step is named, which is what lets it go on."""
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+
+        def let_go() -> None:
+            until(lambda: caught)
+            go_on()
+
+        thread = threading.Thread(target=let_go)
+        thread.start()
+        yield caught
+        until(lambda: caught or advance(collector) is None)
+        thread.join()
+
+
+@over(ALL_FALLIBLE)
 def test_a_worker_that_is_stopped_for_a_while_is_named_and_then_goes_on(make: Make, kind: Kind) -> None:
     collector = make(stall_warning_s=0.5)
     before = advance(collector)
     pid = collector.worker_pids[1]
     os.kill(pid, signal.SIGSTOP)
     until(lambda: is_stopped(pid))
-    deadline = time.monotonic() + 20
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with naming_a_stall(collector, lambda: os.kill(pid, signal.SIGCONT)) as caught:
         if kind is SYNC:
-            threading.Timer(2.5, os.kill, (pid, signal.SIGCONT)).start()
             assert_follows(before, advance(collector))
-        while not any("it is stopped" in str(w.message) for w in caught):
-            assert time.monotonic() < deadline
-            advance(collector)
-        os.kill(pid, signal.SIGCONT)
     stalls = [str(w.message) for w in caught if "it is stopped" in str(w.message)]
     assert len(stalls) == 1
     assert f"Worker 1 (pid {pid})" in stalls[0]
@@ -224,21 +219,17 @@ def test_the_others_of_a_stopped_worker_go_on(make: Make) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-@over(FALLIBLE)
-def test_a_step_that_takes_long_is_named(make: Make, kind: Kind) -> None:
-    collector = make(doing(lambda: time.sleep(2.5), at=5), stall_warning_s=0.5)
-    deadline = time.monotonic() + 20
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        while not caught:
-            assert time.monotonic() < deadline
-            advance(collector)
+@over(ALL_FALLIBLE, needs="run_there")
+def test_a_step_that_takes_long_is_named(make: Make, kind: Kind, tmp_path: Path) -> None:
+    collector = make(doing(lambda: until((tmp_path / "go on").exists), at=5), stall_warning_s=0.5)
+    with naming_a_stall(collector, (tmp_path / "go on").touch) as caught:
+        pass
     assert caught[0].category is StallWarning
     assert "Worker 1" in str(caught[0].message)
     assert "takes long" in str(caught[0].message)
 
 
-@over(FALLIBLE)
+@over(ALL_FALLIBLE)
 def test_a_slow_consumer_is_no_stall(make: Make) -> None:
     collector = make(stall_warning_s=0.6)
     advance(collector)
@@ -275,7 +266,7 @@ def test_a_worker_that_makes_no_step_for_too_long_is_a_failure(make: Make) -> No
 # -- the server that starts workers --------------------------------------------------------------------------------
 
 
-@over(FALLIBLE)
+@over(ALL_FALLIBLE)
 def test_the_server_of_the_workers_is_killed(make: Make, kind: Kind) -> None:
     collector = make()
     advance(collector)
@@ -300,15 +291,3 @@ def test_the_server_is_killed_while_nobody_needs_it(make: Make) -> None:
     os.kill(server.pid, signal.SIGKILL)
     until(lambda: is_gone(server.pid))
     assert_frames_belong(make().next())
-
-
-@over([SYNC])
-def test_a_collector_with_a_dead_worker_stays_closed(make: Make) -> None:
-    collector = make()
-    advance(collector)
-    end(collector.worker_pids[0])
-    with pytest.raises(WorkerDiedError):
-        collector.next()
-    for call in (collector.next, collector.rollout, collector.state_dict):
-        with within(1), pytest.raises((WorkerDiedError, ClosedError)):
-            call()

@@ -2,10 +2,12 @@
 
 import errno
 import os
+import re
 import threading
 import time
 import warnings
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from common import buffer, net, until
 from fault_tools import advance, advance_until_it_raises, build, doing, is_gone, told, within
 from inside import RemoteTraceback, WorkerDiedError, WorkerError
-from kinds import ASYNC, FALLIBLE, SPREAD, STARTED, SYNC, Kind, Make, over
+from kinds import ALL_FALLIBLE, ASYNC, SPREAD, STARTED, SYNC, Kind, Make, over
 from tensordict import TensorDictBase
 
 import swath
@@ -42,7 +44,7 @@ def assert_is_remote(error: BaseException, worker: int | None = 1) -> None:
 
 
 @pytest.mark.parametrize("where", ["step", "reset"])
-@over(FALLIBLE)
+@over(ALL_FALLIBLE)
 def test_an_error_of_the_env_keeps_type_message_and_traceback(make: Make, kind: Kind, where: str) -> None:
     collector = make(faulty("raise", where=where, lengths=5, at=4))
     pids = collector.worker_pids
@@ -56,7 +58,7 @@ def test_an_error_of_the_env_keeps_type_message_and_traceback(make: Make, kind: 
     until(lambda: all(map(is_gone, pids)), 5)  # nobody needs the others any more
 
 
-@over(FALLIBLE)
+@over(ALL_FALLIBLE)
 def test_an_error_is_there_as_soon_as_it_is_raised(make: Make, kind: Kind, tmp_path: Any) -> None:
     def fail() -> None:
         (tmp_path / "now").write_text(repr(time.time()))
@@ -69,7 +71,7 @@ def test_an_error_is_there_as_soon_as_it_is_raised(make: Make, kind: Kind, tmp_p
 
 
 @pytest.mark.parametrize("where", ["env", "factory", "init_fn"])
-@over(FALLIBLE)
+@over(ALL_FALLIBLE, needs="run_there")
 def test_an_error_while_a_worker_is_made(kind: Kind, where: str) -> None:
     envs = {"env": faulty("raise", where="init", at=1), "factory": [CountingGymEnv, lambda: 1 / 0]}.get(where)
     options = {"init_fn": lambda: 1 / 0} if where == "init_fn" else {}
@@ -98,22 +100,24 @@ class FailingPolicy:
         return frame.set("action", torch.zeros(frame.shape, dtype=torch.int64))
 
 
-@over(FALLIBLE)
-def test_an_error_of_the_policy(make: Make, kind: Kind) -> None:
-    collector = make(policy=FailingPolicy(30))
-    error = advance_until_it_raises(collector)
-    assert isinstance(error, FaultyError)
-    assert "FailingPolicy" in str(error.__cause__) or "__call__" in str(error.__cause__)
+ELSEWHERE: dict[str, tuple[dict[str, Any], type[BaseException], str]] = {
+    "policy": ({"policy": FailingPolicy(30)}, FaultyError, "FailingPolicy|__call__"),
+    "pre_collect_hook": ({"pre_collect_hook": lambda: {}["missing"]}, KeyError, "missing"),
+    "post_collect_hook": ({"post_collect_hook": lambda batch: {}["missing"]}, KeyError, "missing"),
+    "shape": ({"envs": faulty("shape", at=15)}, ShapeError, r"(?s)observation.*\(4,\).*\(3,\)"),
+    "dtype": ({"envs": faulty("dtype", at=15)}, (ValueError, TypeError), "observation"),
+}
+"""Options, the error, and what it says, of its cause too."""
 
 
-@pytest.mark.parametrize("hook", ["pre_collect_hook", "post_collect_hook"])
-@over(FALLIBLE)
-def test_an_error_of_a_hook(make: Make, kind: Kind, hook: str) -> None:
-    collector = make(**{hook: lambda *_: {}["missing"]})
-    error = advance_until_it_raises(collector)
-    assert type(error) is KeyError
-    assert error.args == ("missing",)
-    assert "worker" in told(error)
+@pytest.mark.parametrize("where", ELSEWHERE)
+@over([SYNC, STARTED])
+def test_an_error_of_something_else(make: Make, kind: Kind, where: str) -> None:
+    options, error_type, words = ELSEWHERE[where]
+    error = advance_until_it_raises(make(**options))
+    assert isinstance(error, error_type)
+    assert re.search(words, told(error))
+    assert_is_remote(error, None if "envs" not in options else 1)
 
 
 @over([ASYNC])
@@ -206,7 +210,7 @@ def test_odd_exceptions(make: Make, name: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["nan", "nan_reward"])
-@over(FALLIBLE)
+@over(ALL_FALLIBLE, needs="run_there")
 def test_nan_is_warned_of_once(make: Make, kind: Kind, fault: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -222,7 +226,7 @@ def test_nan_is_warned_of_once(make: Make, kind: Kind, fault: str) -> None:
     assert ("reward" if fault == "nan_reward" else "observation") in str(caught[0].message)
 
 
-@over(SPREAD)
+@over(SPREAD, needs="run_there")
 def test_a_warning_that_is_an_error_loses_no_batch(make: Make, kind: Kind) -> None:
     collector = make(faulty("nan_reward", at=5))
     with warnings.catch_warnings():
@@ -234,19 +238,6 @@ def test_a_warning_that_is_an_error_loses_no_batch(make: Make, kind: Kind) -> No
                 collector.rollout()
 
 
-@pytest.mark.parametrize("fault", ["shape", "dtype"])
-@over(FALLIBLE)
-def test_a_wrong_shape_or_dtype_names_the_key(make: Make, kind: Kind, fault: str) -> None:
-    collector = make(faulty(fault, at=15))
-    error = advance_until_it_raises(collector)
-    assert isinstance(error, ShapeError if fault == "shape" else ValueError | TypeError)
-    assert "observation" in told(error)
-    if fault == "shape":
-        assert "(4,)" in str(error)
-        assert "(3,)" in str(error)
-    assert_is_remote(error)
-
-
 # -- what cannot be sent -------------------------------------------------------------------------------------------
 
 
@@ -255,52 +246,45 @@ class Config:
         self.size, self.handle = 3, threading.Lock()
 
 
-def test_a_factory_that_cannot_be_pickled_names_the_attribute() -> None:
-    settings = Config()
-    with within(5), pytest.raises(RuntimeError, match=r"settings\.handle is lock") as caught:
-        build(SYNC, [lambda: (settings, CountingGymEnv())[1]] * 2)
-    assert "inside the factory" in str(caught.value)
-
-
-def test_a_policy_that_cannot_be_pickled_names_the_attribute() -> None:
-    policy = net()
-    policy.module.handle = threading.Lock()  # type: ignore[union-attr, assignment]
-    with pytest.raises(RuntimeError, match=r"policy.*handle"):
-        build(ASYNC, policy=policy)
-
-
-def test_a_hook_that_cannot_be_pickled_starts_nothing() -> None:
+def locked(part: str) -> tuple[Kind, dict[str, Any]]:
+    """A kind, and options of which one holds a lock."""
+    if part == "factory":
+        settings = Config()
+        return SYNC, {"envs": [lambda: (settings, CountingGymEnv())[1]] * 2}
+    if part == "policy":
+        policy = net()
+        policy.module.handle = threading.Lock()  # type: ignore[union-attr, assignment]
+        return ASYNC, {"policy": policy}
     lock = threading.Lock()
-    with pytest.raises(RuntimeError, match="lock"):
-        build(SYNC, post_collect_hook=lambda batch: lock.acquire())
+    return SYNC, {"post_collect_hook": lambda batch: lock.acquire()}
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [("factory", r"(?s)settings\.handle is lock.*inside the factory"), ("policy", "policy.*handle"), ("hook", "lock")],
+)
+def test_what_cannot_be_pickled_is_named_and_starts_nothing(part: str, words: str) -> None:
+    kind, options = locked(part)
+    with within(5), pytest.raises(RuntimeError, match=words):
+        build(kind, **options)
 
 
 # -- warnings, output and channels of workers ----------------------------------------------------------------------
 
 
-def chatty_warnings(count: int) -> Any:
-    def warn() -> None:
-        for number in range(count):
-            warnings.warn(f"chatter {number}", UserWarning, stacklevel=1)
-
-    return warn
-
-
+@pytest.mark.parametrize("is_quiet", [True, False])
 @over([SYNC])
-def test_warnings_of_others_are_kept_quiet_by_default(make: Make) -> None:
-    collector = make(doing(chatty_warnings(3), at=5))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            collector.next()
-
-
-@over([SYNC])
-def test_warnings_of_others_are_shown_on_request(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swath, "filter_warnings_subprocess", False)
-    collector = make(doing(chatty_warnings(1), at=5))
-    with pytest.warns(UserWarning, match=r"Worker 1: chatter 0 .*test_worker_errors.py"):
+def test_warnings_of_others_are_kept_quiet_unless_asked_for(
+    make: Make, is_quiet: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_quiet:
+        monkeypatch.setattr(swath, "filter_warnings_subprocess", False)
+    collector = make(doing(lambda: warnings.warn("chatter 0", UserWarning, stacklevel=1), at=5))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         deque(islice(collector, 3), maxlen=0)
+    said = [str(warning.message) for warning in caught]
+    assert not said if is_quiet else re.match(r"Worker 1: chatter 0 .*test_worker_errors.py", said[0])
 
 
 @over([STARTED])
@@ -345,7 +329,7 @@ def close_sockets() -> None:
             continue
 
 
-@over(FALLIBLE)
+@over(ALL_FALLIBLE)
 def test_a_worker_that_closes_its_channel(make: Make, kind: Kind) -> None:
     collector = make(doing(close_sockets))
     with within(10):
@@ -377,41 +361,26 @@ def test_a_child_of_a_worker_that_outlives_it_keeps_nobody_waiting(make: Make) -
 @over([STARTED])
 def test_several_threads_sample_while_one_looks_after_the_workers(make: Make) -> None:
     collector = make(replay_buffer=buffer(batch_size=16, prefetch=2))
-    errors: list[BaseException] = []
-
-    def sample() -> None:
-        try:
-            for _ in range(150):
-                collector.replay_buffer.sample()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=sample) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        assert collector.is_running()
-        collector.state_dict()
-    assert not errors
+    with ThreadPoolExecutor(3) as threads:
+        sampling = [threads.submit(lambda: [collector.replay_buffer.sample() for _ in range(150)]) for _ in range(3)]
+        while not all(thread.done() for thread in sampling):
+            assert collector.is_running()
+            collector.state_dict()
+    assert [len(thread.result()) for thread in sampling] == [150] * 3
 
 
 @over([ASYNC])
 def test_weights_are_updated_from_another_thread(make: Make) -> None:
-    collector = make(policy=net())
-    errors: list[BaseException] = []
-    is_over = threading.Event()
+    collector, is_over = make(policy=net()), threading.Event()
 
-    def update() -> None:
-        try:
-            while not is_over.is_set():
-                collector.update_policy_weights_()
-        except BaseException as error:
-            errors.append(error)
+    def update() -> int:
+        while not is_over.is_set():
+            collector.update_policy_weights_()
+        return int(collector.policy_version)
 
-    thread = threading.Thread(target=update)
-    thread.start()
-    for _ in range(60):
-        collector.next()
-    is_over.set()
-    thread.join(10)
-    assert not errors
+    with ThreadPoolExecutor(1) as threads:
+        updating = threads.submit(update)
+        for _ in range(60):
+            collector.next()
+        is_over.set()
+        assert updating.result(10) > 0
