@@ -1,0 +1,1 @@
+"""Envs at their own pace."""
