@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from gymnasium import spaces as gs
 from tensordict import TensorDict, TensorDictBase
@@ -187,6 +188,25 @@ def in_sequence() -> Any:
     )
 
 
+class Noisy(TensorDictModuleBase):
+    """Changes the action in place, as exploration does, and features, of which it says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_keys = self.out_keys = ["action"]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        tensordict["features"].mul_(2)
+        tensordict["action"].add_(1000)
+        return tensordict
+
+
+def noisy() -> Any:
+    return TensorDictSequential(
+        module(mlp(8), "features"), module(mlp(CHOICES, inputs=8), "action", "features"), Noisy()
+    )
+
+
 def hiding(policy: Any, *shown: str) -> Any:
     return policy.select_out_keys(*shown)
 
@@ -194,6 +214,10 @@ def hiding(policy: Any, *shown: str) -> Any:
 def one_net_used_twice() -> nn.Module:
     activation, layer = nn.Tanh(), nn.Linear(8, 8)
     return nn.Sequential(nn.Linear(SIZE, 8), activation, layer, activation, layer, activation, nn.Linear(8, CHOICES))
+
+
+FAST, SLOW = ("MLPStage", "CategoricalStage"), ("TensorDictStage",)
+"""How the ordinary actor with discrete actions is run, and how it is run if it has to be called as it is."""
 
 
 # -- the zoo --------------------------------------------------------------------------------------------------------
@@ -214,7 +238,7 @@ class Case:
 
 
 def _discrete(make: Callable[[], Any], *stages: str, **fields: Any) -> Case:
-    return Case(make, stages or ("MLPStage", "CategoricalStage"), **fields)
+    return Case(make, stages or FAST, **fields)
 
 
 def _continuous(make: Callable[[], Any], *stages: str, **fields: Any) -> Case:
@@ -309,6 +333,7 @@ ZOO = DETERMINISTIC | STOCHASTIC
 HAS_GENERATORS = "generator" in inspect.signature(ProbabilisticTensorDictModule).parameters
 """Whether samplers can be given a generator of their own: only since some version of tensordict."""
 WAYS: dict[str, dict[str, Any]] = {"fast": {}, "slow": {"fast_policy": False}, "trusted": {"trust_policy": True}}
+each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 
 
 # -- recurrent policies ---------------------------------------------------------------------------------------------
@@ -418,6 +443,23 @@ def collect(policy: Any, env: EnvBase | None = None, steps: int = 6, **options: 
 def stages_of(collector: Collector) -> tuple[str, ...]:
     """The stages that ran the last batch."""
     return tuple(collector.policy_stages)
+
+
+def begun(policy: Any, env: EnvBase | None = None, **options: Any) -> Collector:
+    """A collector that has delivered its first batch."""
+    collector = Collector(env or WaveEnv(), policy, frames_per_batch=18, **options)
+    collector.next()
+    return collector
+
+
+def stages_after(policy: Any, env: EnvBase | None = None, **options: Any) -> tuple[str, ...]:
+    """The stages that ran the first batch of `policy`."""
+    return stages_of(begun(policy, env, **options))
+
+
+def layers_of(policy: Any) -> Any:
+    """The network of an actor: linear, activation, linear."""
+    return policy[0].module
 
 
 def samplers_of(policy: Any) -> list[ProbabilisticTensorDictModule]:

@@ -99,7 +99,7 @@ def test_what_is_returned_beside_the_action_is_numbered(fast: bool) -> None:
         scores = observation[..., :CHOICES]
         return scores, 2 * scores, scores.sum(-1)
 
-    batch = next(iter(Collector(WaveEnv(), policy, frames_per_batch=18, fast_policy=fast)))
+    batch = collect(policy, fast_policy=fast)
     assert torch.equal(batch["output1"], 2 * batch["action"])
     assert torch.equal(batch["output2"], batch["action"].sum(-1))
     assert len(calls) == 3 + 18 // len(batch), "one fails, one tells how many results there are, one is right"
@@ -118,80 +118,60 @@ def test_none_acts_at_random() -> None:
 # -- what does not --------------------------------------------------------------------------------------------------
 
 
-def refuse(policy: Any, *words: str, env: WaveEnv | None = None, kind: type[Exception] = PolicyError) -> Exception:
-    with pytest.raises(kind) as caught:
-        collect(policy, env)
+def first_of_the_lanes(x: Tensor) -> Tensor:
+    return x.mean(0)[:CHOICES]
+
+
+def reading(source: Any, out: Any = "action", net: Any = None) -> TensorDictModule:
+    return TensorDictModule(net or mlp(CHOICES), in_keys=[source], out_keys=[out] if isinstance(out, str) else out)
+
+
+TWINS = gs.Dict({"left": gs.Dict({"x": VECTOR}), "right": gs.Dict({"x": VECTOR})})
+REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "cannot be called": ("a policy", ("policy must be a module, a callable or None", "str")),
+    "number of arguments": (lambda a, b, c: a, ("takes 3 arguments (a, b, c)", "observation", "out_keys=['action']")),
+    "a factory": (lambda: discrete(), ("takes 0 arguments (none)", "policy_factory")),
+    "a name of two observations": (lambda x: x[..., :CHOICES], ("left/x, right/x",)),
+    "in_keys": (reading("observations"), ("reads 'observations'", "Did you mean 'observation'?", "WaveEnv")),
+    "nested in_keys": (reading(("inner", "sped")), ("reads 'inner/sped'", "Did you mean 'inner/speed'?")),
+    "no action": (
+        reading("observation", "actions"),
+        ("wrote actions, but not 'action'", "Did you mean 'actions'?", "out_keys"),
+    ),
+    "nothing": (lambda td: td, ("wrote nothing, but not 'action'",)),
+    "a hidden action": (discrete().select_out_keys("logits"), ("wrote logits, but not 'action'",)),
+    "a tensor for a TensorDict": (
+        lambda td: td["observation"],
+        ("was called with a TensorDict and returned Tensor", "must return"),
+    ),
+    "None for a TensorDict": (lambda td: None, ("returned NoneType",)),
+    "lanes": (
+        TensorDictModule(first_of_the_lanes, ["observation"], ["action"], inplace=False),
+        ("wrote 'action' of shape (3,)", "batch size (4,)"),
+    ),
+    # It has said what it writes; a plain function has not.
+    "too many results": (reading("observation", net=lambda x: (x, x)), ("more tensors",)),
+    "too few results": (reading("observation", ["action", "value"], lambda x: x[..., :3]), ("more out_keys",)),
+}
+ENVS = {"a name of two observations": TWINS, "nested in_keys": NESTED}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_in_words(name: str) -> None:
+    policy, words = REFUSED[name]
+    with pytest.raises(RuntimeError if name.endswith("results") else PolicyError) as caught:
+        collect(policy, WaveEnv(DISCRETE, ENVS.get(name, VECTOR), lengths=[5] * 4))
     for word in words:
         assert word in str(caught.value)
-    return caught.value
-
-
-def test_what_cannot_be_called() -> None:
-    refuse("a policy", "policy must be a module, a callable or None", "str")
-
-
-def test_wrong_number_of_arguments() -> None:
-    refuse(lambda a, b, c: a, "takes 3 arguments (a, b, c)", "observation", "out_keys=['action']")
-
-
-def test_a_factory_given_as_a_policy_is_told_its_place() -> None:
-    refuse(lambda: discrete(), "takes 0 arguments (none)", "policy_factory")
-
-
-def test_a_name_that_two_observations_share_is_not_guessed() -> None:
-    twins = gs.Dict({"left": gs.Dict({"x": VECTOR}), "right": gs.Dict({"x": VECTOR})})
-    refuse(lambda x: x[..., :CHOICES], "left/x, right/x", env=WaveEnv(DISCRETE, twins))
-
-
-def test_missing_in_keys_get_a_suggestion() -> None:
-    refuse(
-        module(mlp(CHOICES), source="observations"), "reads 'observations'", "Did you mean 'observation'?", "WaveEnv"
-    )
-
-
-def test_missing_nested_in_keys() -> None:
-    refuse(
-        module(mlp(CHOICES), source=("inner", "sped")),
-        "reads 'inner/sped'",
-        "Did you mean 'inner/speed'?",
-        env=WaveEnv(DISCRETE, NESTED),
-    )
-
-
-def test_no_action_is_written() -> None:
-    refuse(module(mlp(CHOICES), "actions"), "wrote actions, but not 'action'", "Did you mean 'actions'?", "out_keys")
-    refuse(lambda td: td, "wrote nothing, but not 'action'")
-
-
-def test_a_hidden_action_is_none() -> None:
-    refuse(discrete().select_out_keys("logits"), "wrote logits, but not 'action'")
-
-
-def test_something_else_is_returned_for_a_tensordict() -> None:
-    refuse(lambda td: td["observation"], "was called with a TensorDict and returned Tensor", "must return")
-    refuse(lambda td: None, "returned NoneType")
-
-
-def test_a_result_that_does_not_fit_the_lanes() -> None:
-    policy = TensorDictModule(
-        lambda x: x.mean(0)[:CHOICES], in_keys=["observation"], out_keys=["action"], inplace=False
-    )
-    refuse(policy, "wrote 'action' of shape (3,)", "batch size (4,)", env=WaveEnv(lengths=[5] * 4))
-
-
-def test_too_many_or_too_few_results() -> None:
-    policy = TensorDictModule(lambda x: (x, x), in_keys=["observation"], out_keys=["action"])
-    refuse(policy, "more tensors", kind=RuntimeError)  # it has said what it writes; a plain function has not
-    policy = TensorDictModule(lambda x: x[..., :3], in_keys=["observation"], out_keys=["action", "value"])
-    refuse(policy, "more out_keys", kind=RuntimeError)
 
 
 def test_an_error_in_the_first_call_keeps_its_type_and_tells_what_was_seen() -> None:
     def policy(observation: Tensor) -> Tensor:
         raise ZeroDivisionError("as it was told")
 
-    error = refuse(policy, "as it was told", kind=ZeroDivisionError)
-    notes = " ".join(getattr(error, "__notes__", ["first call [3, 4]"]))
+    with pytest.raises(ZeroDivisionError, match="as it was told") as caught:
+        collect(policy)
+    notes = " ".join(getattr(caught.value, "__notes__", ["first call [3, 4]"]))
     assert "first call" in notes
     assert "[3, 4]" in notes
 
@@ -208,20 +188,7 @@ class Fickle(nn.Module):
         return observation[..., :CHOICES] if self.calls <= self.good_calls else self.later(observation)
 
 
-@pytest.mark.parametrize("way", [{}, {"trust_policy": True}], ids=["ordinary", "trusted"])
-def test_a_wrong_shape_in_a_later_call(way: dict[str, Any]) -> None:
-    collector = Collector(WaveEnv(), module(Fickle(lambda x: x[..., :2])), frames_per_batch=18, **way)
-    with pytest.raises(ShapeError, match=r"'action' of shape \(3, 2\), but \(3, 3\) was expected"):
-        next(iter(collector))
-
-
-def test_a_shape_that_could_be_broadcast_is_wrong_too() -> None:
-    collector = Collector(WaveEnv(), module(Fickle(lambda x: x[:1, :CHOICES])), frames_per_batch=18)
-    with pytest.raises(ShapeError, match=r"shape \(1, 3\)"):
-        next(iter(collector))
-
-
-def test_an_entry_that_is_missing_in_a_later_call() -> None:
+def forgets_a_value() -> Any:
     calls: list[int] = []
 
     def policy(td: TensorDictBase) -> TensorDictBase:
@@ -229,21 +196,34 @@ def test_an_entry_that_is_missing_in_a_later_call() -> None:
         td["action"] = td["observation"][..., :CHOICES]
         return td if len(calls) > 3 else td.set("value", td["action"][..., :1])
 
-    collector = Collector(WaveEnv(), policy, frames_per_batch=18)
-    with pytest.raises(PolicyError, match="wrote 'value' in its first call, but not in this one"):
-        next(iter(collector))
+    return policy
 
 
-def test_another_number_of_results_in_a_later_call() -> None:
-    collector = Collector(WaveEnv(), module(Fickle(lambda x: (x, x))), frames_per_batch=18)
-    with pytest.raises(PolicyError, match=r"returned 2 results for its out_keys \['action'\]"):
-        next(iter(collector))
+@pytest.mark.parametrize(
+    ("make", "options", "error", "told"),
+    [
+        (lambda: module(Fickle(lambda x: x[..., :2])), {}, ShapeError, r"'action' of shape \(3, 2\), but \(3, 3\) was"),
+        (lambda: module(Fickle(lambda x: x[..., :2])), {"trust_policy": True}, ShapeError, r"shape \(3, 2\), but"),
+        (lambda: module(Fickle(lambda x: x[:1, :CHOICES])), {}, ShapeError, r"shape \(1, 3\)"),
+        (forgets_a_value, {}, PolicyError, "wrote 'value' in its first call, but not in this one"),
+        (
+            lambda: module(Fickle(lambda x: (x, x))),
+            {},
+            PolicyError,
+            r"returned 2 results for its out_keys \['action'\]",
+        ),
+    ],
+    ids=["shape", "shape, trusted", "shape that could be broadcast", "missing entry", "number of results"],
+)
+def test_something_else_in_a_later_call(make: Any, options: Any, error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        collect(make(), **options)
 
 
 def test_a_network_that_no_longer_fits_the_layout() -> None:
     policy = module(mlp(CHOICES))
     collector = Collector(WaveEnv(), policy, frames_per_batch=18)
-    next(iter(collector))
+    collector.next()
     policy.module[2] = nn.Linear(8, CHOICES + 1)
     with pytest.raises(ShapeError, match=r"'action' of shape \(3, 4\)"):
-        next(iter(collector))
+        collector.next()

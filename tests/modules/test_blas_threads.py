@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from policy_zoo import CHOICES, DOUBLE, VECTOR, WaveEnv, assert_agrees, discrete, mlp, module, stages_of
+from policy_zoo import CHOICES, DOUBLE, VECTOR, WaveEnv, assert_agrees, discrete, mlp, module, stages_after, stages_of
 from torch import nn
 
 from swath.collectors import Collector
@@ -63,10 +63,5 @@ def test_products_that_are_done_in_blocks_are_right(lanes: int, hidden: int, kin
 def test_a_product_that_cannot_be_done_in_blocks_is_left_to_torch() -> None:
     lanes, inputs = 300, 1000
     space = type(VECTOR)(-1.0, 1.0, (inputs,), np.float32)
-    collector = Collector(
-        WaveEnv(observation_space=space, lengths=[5] * lanes),
-        module(nn.Linear(inputs, CHOICES)),
-        frames_per_batch=lanes,
-    )
-    collector.next()
-    assert stages_of(collector) == ("TorchStage",)
+    env = WaveEnv(observation_space=space, lengths=[5] * lanes)
+    assert stages_after(module(nn.Linear(inputs, CHOICES)), env) == ("TorchStage",)

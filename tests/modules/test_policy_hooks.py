@@ -3,20 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import policy_zoo as zoo
 import pytest
 import torch
-from policy_zoo import CHOICES, WaveEnv, assert_agrees, assert_same, collect, discrete, mlp, replay, stages_of
 from torch import Tensor, nn
 
 from swath.collectors import Collector
-
-FAST = ("MLPStage", "CategoricalStage")
-SLOW = ("TensorDictStage",)
-
-
-def layers(policy: Any) -> Any:
-    """Linear, activation, linear."""
-    return policy[0].module
 
 
 class Counter:
@@ -50,88 +42,84 @@ HOOKED: dict[str, Callable[[Any], nn.Module]] = {
 @pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
 @pytest.mark.parametrize("where", HOOKED.values(), ids=HOOKED.keys())
 def test_hooks_are_called_once_per_step(where: Callable[[Any], nn.Module], kind: str) -> None:
-    policy = discrete()
-    collector = Collector(WaveEnv(), policy, frames_per_batch=18)
-    batches = iter(collector)
-    next(batches)
+    policy = zoo.discrete()
+    collector = zoo.begun(policy)
     counter = Counter()
     handle = getattr(where(policy), kind)(counter)
-    batch = next(batches)
+    batch = collector.next()
     assert counter.calls == 6
-    assert stages_of(collector) == SLOW
+    assert zoo.stages_of(collector) == zoo.SLOW
     handle.remove()
-    assert_agrees(policy, batch)
-    assert_agrees(policy, next(batches))
+    zoo.assert_agrees(policy, batch)
+    zoo.assert_agrees(policy, collector.next())
     assert counter.calls == 6
-    assert stages_of(collector) == FAST
+    assert zoo.stages_of(collector) == zoo.FAST
 
 
 def test_hooks_may_change_what_passes() -> None:
-    policy = discrete()
-    batches = iter(Collector(WaveEnv(), policy, frames_per_batch=18))
-    next(batches)
-    layers(policy).register_forward_hook(double_the_output)
-    assert_agrees(policy, next(batches))
-    layers(policy)[0].register_forward_pre_hook(halve_the_input)
-    assert_agrees(policy, next(batches))
+    policy = zoo.discrete()
+    collector = zoo.begun(policy)
+    zoo.layers_of(policy).register_forward_hook(double_the_output)
+    zoo.assert_agrees(policy, collector.next())
+    zoo.layers_of(policy)[0].register_forward_pre_hook(halve_the_input)
+    zoo.assert_agrees(policy, collector.next())
 
 
 def test_hooks_that_are_there_from_the_beginning_are_called_in_the_probe_too() -> None:
-    policy, counter = discrete(), Counter()
+    policy, counter = zoo.discrete(), Counter()
     handles = [where(policy).register_forward_hook(counter) for where in HOOKED.values()]
-    collector = Collector(WaveEnv(), policy, frames_per_batch=18)
+    collector = Collector(zoo.WaveEnv(), policy, frames_per_batch=18)
     assert counter.calls == len(handles)
-    batch = next(iter(collector))
+    batch = collector.next()
     assert counter.calls == 7 * len(handles)
-    assert_agrees(policy, batch)
+    zoo.assert_agrees(policy, batch)
     for handle in handles:
         handle.remove()
-    assert_agrees(policy, next(iter(collector)))
-    assert stages_of(collector) == FAST
+    zoo.assert_agrees(policy, collector.next())
+    assert zoo.stages_of(collector) == zoo.FAST
 
 
 def test_a_hook_on_the_whole_may_add_an_entry() -> None:
-    policy = discrete()
+    policy = zoo.discrete()
     policy.register_forward_hook(lambda module, args, out: out.set("value", out["logits"].sum(-1, keepdim=True)))
-    batch = collect(policy)
-    assert_same(batch["value"], batch["logits"].sum(-1, keepdim=True))
+    batch = zoo.collect(policy)
+    zoo.assert_same(batch["value"], batch["logits"].sum(-1, keepdim=True))
 
 
 def test_global_hooks_are_called() -> None:
-    collector = Collector(WaveEnv(), discrete(), frames_per_batch=18)
-    batches = iter(collector)
+    collector = Collector(zoo.WaveEnv(), zoo.discrete(), frames_per_batch=18)
     counter = Counter()
     with nn.modules.module.register_module_forward_hook(counter):
-        next(batches)
-    assert stages_of(collector) == SLOW
+        collector.next()
+    assert zoo.stages_of(collector) == zoo.SLOW
     assert counter.calls > 0
-    next(batches)
-    assert stages_of(collector) == FAST
+    collector.next()
+    assert zoo.stages_of(collector) == zoo.FAST
 
 
-@pytest.mark.parametrize("where", [layers, lambda policy: layers(policy)[1]], ids=["network", "layer"])
+@pytest.mark.parametrize("where", [zoo.layers_of, lambda policy: zoo.layers_of(policy)[1]], ids=["network", "layer"])
 def test_a_forward_that_only_one_module_has(where: Callable[[Any], nn.Module]) -> None:
-    policy = discrete()
-    batches = iter(Collector(WaveEnv(), policy, frames_per_batch=18))
-    next(batches)
+    policy = zoo.discrete()
+    collector = zoo.begun(policy)
     changed, forward = where(policy), where(policy).forward
     changed.forward = lambda x: forward(x) + 1  # type: ignore[method-assign]
-    assert_agrees(policy, next(batches))
+    zoo.assert_agrees(policy, collector.next())
     del changed.forward
-    assert_agrees(policy, next(batches))
+    zoo.assert_agrees(policy, collector.next())
 
 
 @pytest.mark.parametrize("is_made_inside", [True, False])
-@pytest.mark.parametrize("make", [discrete, lambda: discrete(net=nn.Sequential(mlp(CHOICES), nn.GELU()))])
+@pytest.mark.parametrize(
+    "make", [zoo.discrete, lambda: zoo.discrete(net=nn.Sequential(zoo.mlp(zoo.CHOICES), nn.GELU()))]
+)
 def test_autocast(make: Callable[[], Any], is_made_inside: bool) -> None:
     policy = make()
     with torch.autocast("cpu", torch.bfloat16, enabled=is_made_inside):
-        collector = Collector(WaveEnv(), policy, frames_per_batch=18)
-    batches = iter(collector)
+        collector = Collector(zoo.WaveEnv(), policy, frames_per_batch=18)
     with torch.autocast("cpu", torch.bfloat16):
-        batch = next(batches)
-        wanted = replay(policy, batch)["logits"]
+        batch = collector.next()
+        wanted = zoo.replay(policy, batch)["logits"]
     assert wanted.dtype is torch.bfloat16
     assert batch["logits"].dtype is torch.float32  # numpy, which batches are made with, has no bfloat16
     assert torch.equal(batch["logits"], wanted.float())
-    assert_agrees(policy, next(batches))
+    zoo.assert_agrees(policy, collector.next())

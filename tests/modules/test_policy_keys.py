@@ -1,32 +1,12 @@
 """Keys that are unusual: by keyword, ignored, nested, undeclared, optional, of many samples, or named otherwise."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
+import policy_zoo as zoo
 import pytest
 import torch
-from policy_zoo import (
-    AXES,
-    CHOICES,
-    CONTINUOUS,
-    DISCRETE,
-    HAS_GENERATORS,
-    MIXED,
-    NESTED,
-    SIZE,
-    WAYS,
-    WaveEnv,
-    assert_agrees,
-    assert_same,
-    collect,
-    composite,
-    discrete,
-    mlp,
-    module,
-    replay,
-    sampler,
-    stages_of,
-)
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
     NormalParamExtractor,
@@ -40,121 +20,34 @@ from tensordict.nn import (
 from torch import Tensor, nn
 from torch import distributions as D
 
-from swath.collectors import Collector
 from swath.errors import PolicyError
-
-each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-
-
-def assert_policy_agrees(policy: Any, way: dict[str, Any], env: WaveEnv | None = None) -> TensorDictBase:
-    batch = collect(policy, env, **way)
-    assert_agrees(policy, batch)
-    return batch
-
-
-# -- what a module is called with -----------------------------------------------------------------------------------
 
 
 def by_keyword(*, left: Tensor, right: Tensor) -> Tensor:
-    return left[..., :CHOICES] * 2 - right[..., :1]
+    return left[..., : zoo.CHOICES] * 2 - right[..., :1]
 
 
-@each_way
-def test_in_keys_as_keywords(way: dict[str, Any]) -> None:
-    in_keys = {"left": "place", "right": ("inner", "speed")}
-    policy = TensorDictModule(by_keyword, in_keys=in_keys, out_keys=["action"])
-    batch = assert_policy_agrees(policy, way, WaveEnv(DISCRETE, NESTED))
-    assert torch.equal(batch["action"], by_keyword(left=batch["place"], right=batch["inner", "speed"]))
+class OtherMethod(nn.Sequential):
+    def act(self, observation: Tensor, *, factor: float) -> Tensor:
+        return self(observation) * factor
 
 
-@each_way
-def test_keywords_from_keys(way: dict[str, Any]) -> None:
-    policy = TensorDictModule(
-        by_keyword, in_keys={"place": "left", ("inner", "speed"): "right"}, out_keys=["action"], out_to_in_map=False
+def parameters(x: Tensor) -> TensorDict:
+    """A TensorDict, as the parameters of a composite distribution often are."""
+    inner = {
+        "turn": {"logits": x[..., : zoo.CHOICES]},
+        "push": {"loc": x[..., : zoo.AXES], "scale": x[..., : zoo.AXES].exp()},
+    }
+    return TensorDict(inner)
+
+
+def nested_keys() -> Any:
+    logits = ("agent", "logits")
+    options = {"distribution_class": D.Categorical, "return_log_prob": True, "log_prob_key": ("agent", "lp")}
+    return ProbabilisticTensorDictSequential(
+        TensorDictModule(zoo.mlp(zoo.CHOICES), ["observation"], [logits]),
+        ProbabilisticTensorDictModule({"logits": logits}, ["action"], **options),
     )
-    assert_policy_agrees(policy, way, WaveEnv(DISCRETE, NESTED))
-
-
-@each_way
-def test_another_method_with_arguments(way: dict[str, Any]) -> None:
-    class Net(nn.Sequential):
-        def act(self, observation: Tensor, *, factor: float) -> Tensor:
-            return self(observation) * factor
-
-    net = Net(nn.Linear(SIZE, CHOICES))
-    policy = TensorDictModule(net, ["observation"], ["action"], method="act", method_kwargs={"factor": -3.0})
-    batch = assert_policy_agrees(policy, way)
-    assert_same(batch["action"], net(batch["observation"]).detach() * -3)
-
-
-@each_way
-def test_a_nested_observation_given_whole(way: dict[str, Any]) -> None:
-    policy = TensorDictModule(lambda inner: inner["speed"][..., :1] + torch.arange(3), ["inner"], ["action"])
-    assert_policy_agrees(policy, way, WaveEnv(DISCRETE, NESTED))
-
-
-# -- what it returns ------------------------------------------------------------------------------------------------
-
-
-@each_way
-def test_ignored_results(way: dict[str, Any]) -> None:
-    policy = TensorDictModule(lambda x: (x, x[..., :CHOICES], x), ["observation"], ["_", "action", "_"])
-    batch = assert_policy_agrees(policy, way)
-    assert "_" not in set(batch.keys())
-
-
-@each_way
-def test_ignored_results_in_a_sequence(way: dict[str, Any]) -> None:
-    first = TensorDictModule(lambda x: (x.cos(), x), ["observation"], ["features", "_"])
-    assert_policy_agrees(TensorDictSequential(first, module(mlp(CHOICES), "action", "features")), way)
-
-
-@each_way
-@pytest.mark.parametrize("kind", [dict, lambda **entries: TensorDict(entries)], ids=["dict", "TensorDict"])
-def test_results_by_name(kind: Any, way: dict[str, Any]) -> None:
-    def act(x: Tensor) -> Any:
-        return kind(value=x[..., :1], action=x[..., :CHOICES])
-
-    assert_policy_agrees(TensorDictModule(act, ["observation"], ["action", "value"]), way)
-
-
-@each_way
-def test_a_result_that_is_a_tensordict(way: dict[str, Any]) -> None:
-    """As the parameters of a composite distribution often are."""
-
-    def params(x: Tensor) -> TensorDict:
-        inner = {"turn": {"logits": x[..., :CHOICES]}, "push": {"loc": x[..., :AXES], "scale": x[..., :AXES].exp()}}
-        return TensorDict(inner)
-
-    policy = ProbabilisticTensorDictSequential(TensorDictModule(params, ["observation"], ["params"]), composite()[2])
-    assert_policy_agrees(policy, way, WaveEnv(MIXED))
-
-
-@each_way
-def test_nested_out_keys(way: dict[str, Any]) -> None:
-    logits, log_prob = ("agent", "logits"), ("agent", "lp")
-    policy = ProbabilisticTensorDictSequential(
-        TensorDictModule(mlp(CHOICES), ["observation"], [logits]),
-        ProbabilisticTensorDictModule(
-            {"logits": logits},
-            ["action"],
-            distribution_class=D.Categorical,
-            return_log_prob=True,
-            log_prob_key=log_prob,
-        ),
-    )
-    batch = assert_policy_agrees(policy, way)
-    assert batch[log_prob].shape == (3, 6)
-
-
-def test_private_entries_are_used_but_not_delivered() -> None:
-    policy = TensorDictSequential(module(mlp(8), "_features"), module(nn.Linear(8, CHOICES), "action", "_features"))
-    batch = collect(policy)
-    assert not [key for key in set(batch.keys()) if key.startswith("_")]
-    assert_same(batch["action"], replay(policy, batch)["action"])
-
-
-# -- undeclared and optional ----------------------------------------------------------------------------------------
 
 
 class Secretive(TensorDictModuleBase):
@@ -165,264 +58,261 @@ class Secretive(TensorDictModuleBase):
         self.in_keys, self.out_keys = [], ["scores"]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        tensordict["scores"] = tensordict["observation"][..., :CHOICES] + tensordict["features"].sum(-1, keepdim=True)
+        tensordict["scores"] = tensordict["observation"][..., : zoo.CHOICES] + tensordict["features"].sum(
+            -1, keepdim=True
+        )
         tensordict["secret"] = tensordict["scores"] * 2
         return tensordict
 
 
-class Noisy(TensorDictModuleBase):
-    """Changes the action in place, as exploration does."""
+class Undeclared(TensorDictModuleBase):
+    """Does not say that it writes the action."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.in_keys = self.out_keys = ["action"]
+    in_keys, out_keys = ["observation"], ["value"]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        tensordict["action"].add_(1000)
-        return tensordict
+        tensordict["value"] = tensordict["observation"][..., :1]
+        return tensordict.set("action", tensordict["observation"][..., : zoo.CHOICES])
 
 
-@each_way
-def test_a_part_that_reads_and_writes_what_it_does_not_say(way: dict[str, Any]) -> None:
-    policy = TensorDictSequential(module(mlp(8), "features"), Secretive(), module(nn.Identity(), "action", "scores"))
-    batch = assert_policy_agrees(policy, way)
-    assert_same(batch["secret"], batch["scores"] * 2)
+def from_features(*parts: Any, **options: Any) -> TensorDictSequential:
+    return TensorDictSequential(*parts, zoo.module(zoo.mlp(zoo.CHOICES, inputs=8), "action", "features"), **options)
 
 
-@each_way
-def test_a_part_that_changes_in_place_what_others_made(way: dict[str, Any]) -> None:
-    policy = TensorDictSequential(module(mlp(CHOICES)), Noisy())
-    batch = assert_policy_agrees(policy, way)
-    assert (batch["action"] > 900).all()
+def by_name(kind: Any) -> TensorDictModule:
+    def act(x: Tensor) -> Any:
+        return kind(value=x[..., :1], action=x[..., : zoo.CHOICES])
+
+    return TensorDictModule(act, ["observation"], ["action", "value"])
 
 
-@each_way
-def test_a_policy_that_writes_its_action_undeclared(way: dict[str, Any]) -> None:
-    class Undeclared(TensorDictModuleBase):
-        in_keys, out_keys = ["observation"], ["value"]
-
-        def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-            tensordict["value"] = tensordict["observation"][..., :1]
-            return tensordict.set("action", tensordict["observation"][..., :CHOICES])
-
-    batch = assert_policy_agrees(Undeclared(), way)
-    assert torch.equal(batch["action"], batch["observation"][..., :CHOICES])
+def through(width: int) -> TensorDictSequential:
+    """Writes "x" twice, of 8 numbers and then of `width`."""
+    parts = zoo.module(nn.Linear(zoo.SIZE, 8), "x"), zoo.module(nn.Linear(8, width), "x", "x")
+    return TensorDictSequential(*parts, zoo.module(nn.Linear(width, zoo.CHOICES), "action", "x"))
 
 
-@each_way
-def test_a_function_as_a_part(way: dict[str, Any]) -> None:
-    def scale(td: TensorDictBase) -> TensorDictBase:
-        return td.set("action", td["action"] * 3)
-
-    assert_policy_agrees(TensorDictSequential(module(mlp(CHOICES)), scale), way)
+def normal_actor(key: str = "action") -> list[Any]:
+    net = nn.Sequential(zoo.mlp(2 * zoo.AXES), NormalParamExtractor())
+    params = TensorDictModule(net, ["observation"], ["loc", "scale"])
+    return [params, zoo.sampler(D.Normal, ["loc", "scale"], key)]
 
 
-@each_way
-def test_parts_by_name(way: dict[str, Any]) -> None:
-    parts = OrderedDict(first=module(mlp(8), "features"), second=module(nn.Linear(8, CHOICES), "action", "features"))
-    policy = TensorDictSequential(parts)
-    assert_policy_agrees(policy, way)
+UNUSUAL: dict[str, Callable[[], Any]] = {
+    "another method with arguments": lambda: TensorDictModule(
+        OtherMethod(nn.Linear(zoo.SIZE, zoo.CHOICES)),
+        ["observation"],
+        ["action"],
+        method="act",
+        method_kwargs={"factor": -3.0},
+    ),
+    "ignored results": lambda: TensorDictModule(
+        lambda x: (x, x[..., : zoo.CHOICES], x), ["observation"], ["_", "action", "_"]
+    ),
+    "ignored results in a sequence": lambda: from_features(
+        TensorDictModule(lambda x: (x.repeat(1, 2).cos(), x), ["observation"], ["features", "_"])
+    ),
+    "results in a dict": lambda: by_name(dict),
+    "results in a TensorDict": lambda: by_name(lambda **entries: TensorDict(entries)),
+    "nested out keys": nested_keys,
+    "a part that reads and writes what it does not say": lambda: TensorDictSequential(
+        zoo.module(zoo.mlp(8), "features"), Secretive(), zoo.module(nn.Identity(), "action", "scores")
+    ),
+    "a part that changes in place what others made": zoo.noisy,
+    "an action that is written undeclared": Undeclared,
+    "a function as a part": lambda: TensorDictSequential(
+        zoo.module(zoo.mlp(zoo.CHOICES)), lambda td: td.set("action", td["action"] * 3)
+    ),
+    "parts by name": lambda: TensorDictSequential(
+        OrderedDict(
+            first=zoo.module(zoo.mlp(8), "features"), second=zoo.module(nn.Linear(8, zoo.CHOICES), "action", "features")
+        )
+    ),
+    "a TensorDict of its own": lambda: from_features(zoo.module(zoo.mlp(8), "features"), inplace=False),
+    "an empty TensorDict of its own": lambda: from_features(zoo.module(zoo.mlp(8), "features"), inplace="empty"),
+    "in place": lambda: from_features(zoo.module(zoo.mlp(8), "features"), inplace=True),
+    "parts that may be left out": lambda: TensorDictSequential(
+        zoo.module(zoo.mlp(zoo.CHOICES)), zoo.module(nn.Linear(5, 1), "value", "of another env"), partial_tolerant=True
+    ),
+    "a key that is written twice with different shapes": lambda: through(5),
+    "a key that is written twice with the same shape": lambda: through(8),
+    "cached distributions": lambda: zoo.discrete(cache_dist=True),
+    "a log-prob of another name": lambda: zoo.discrete(log_prob_key="lp"),
+    "a list of names of log-probs": lambda: zoo.discrete(log_prob_keys=["lp"]),
+    "a nested log-prob": lambda: zoo.discrete(log_prob_key=("a", "lp")),
+}
+IN_OTHER_ENVS: dict[str, tuple[Callable[[], Any], Callable[[], zoo.WaveEnv]]] = {
+    "in keys as keywords": (
+        lambda: TensorDictModule(by_keyword, {"left": "place", "right": ("inner", "speed")}, ["action"]),
+        lambda: zoo.WaveEnv(zoo.DISCRETE, zoo.NESTED),
+    ),
+    "keywords from keys": (
+        lambda: TensorDictModule(
+            by_keyword, {"place": "left", ("inner", "speed"): "right"}, ["action"], out_to_in_map=False
+        ),
+        lambda: zoo.WaveEnv(zoo.DISCRETE, zoo.NESTED),
+    ),
+    "a nested observation given whole": (
+        lambda: TensorDictModule(lambda inner: inner["speed"][..., :1] + torch.arange(3), ["inner"], ["action"]),
+        lambda: zoo.WaveEnv(zoo.DISCRETE, zoo.NESTED),
+    ),
+    "a result that is a TensorDict": (
+        lambda: ProbabilisticTensorDictSequential(
+            TensorDictModule(parameters, ["observation"], ["params"]), zoo.composite()[2]
+        ),
+        lambda: zoo.WaveEnv(zoo.MIXED),
+    ),
+    "a continuous actor with a value": (
+        lambda: TensorDictSequential(*normal_actor(), zoo.module(zoo.mlp(1), "value")),
+        lambda: zoo.WaveEnv(zoo.CONTINUOUS),
+    ),
+}
+CASES = {**{name: (make, zoo.WaveEnv) for name, make in UNUSUAL.items()}, **IN_OTHER_ENVS}
 
 
-@each_way
-@pytest.mark.parametrize("inplace", [False, "empty", True], ids=str)
-def test_sequences_that_return_a_tensordict_of_their_own(inplace: Any, way: dict[str, Any]) -> None:
-    parts = module(mlp(8), "features"), module(nn.Linear(8, CHOICES), "action", "features")
-    assert_policy_agrees(TensorDictSequential(*parts, inplace=inplace), way)
+@zoo.each_way
+@pytest.mark.parametrize(("make", "env"), CASES.values(), ids=CASES.keys())
+def test_what_is_recorded_is_what_the_policy_gives(make: Any, env: Any, way: dict[str, Any]) -> None:
+    policy = make()
+    zoo.assert_agrees(policy, zoo.collect(policy, env(), **way))
 
 
-@each_way
-def test_parts_that_may_be_left_out(way: dict[str, Any]) -> None:
+def test_private_entries_are_used_but_not_delivered() -> None:
     policy = TensorDictSequential(
-        module(mlp(CHOICES)), module(nn.Linear(5, 1), "value", "of another env"), partial_tolerant=True
+        zoo.module(zoo.mlp(8), "_features"), zoo.module(nn.Linear(8, zoo.CHOICES), "action", "_features")
     )
-    batch = assert_policy_agrees(policy, way)
-    assert "value" not in set(batch.keys())
-
-
-@each_way
-def test_a_key_that_is_written_twice_with_different_shapes(way: dict[str, Any]) -> None:
-    policy = TensorDictSequential(
-        module(nn.Linear(SIZE, 8), "x"), module(nn.Linear(8, 5), "x", "x"), module(nn.Linear(5, CHOICES), "action", "x")
-    )
-    assert_policy_agrees(policy, way)
-
-
-@each_way
-def test_a_key_that_is_written_twice_with_the_same_shape(way: dict[str, Any]) -> None:
-    policy = TensorDictSequential(
-        module(nn.Linear(SIZE, 8), "x"), module(nn.Linear(8, 8), "x", "x"), module(nn.Linear(8, CHOICES), "action", "x")
-    )
-    assert_policy_agrees(policy, way)
+    batch = zoo.collect(policy)
+    assert not [key for key in set(batch.keys()) if key.startswith("_")]
+    zoo.assert_same(batch["action"], zoo.replay(policy, batch)["action"])
 
 
 @pytest.mark.parametrize("policy", [
-    lambda td: td.set("action", td["observation"][..., :CHOICES]).clone(),
-    TensorDictSequential(module(lambda x: x * 10, "observation"), module(mlp(CHOICES))),
+    lambda td: td.set("action", td["observation"][..., :zoo.CHOICES]).clone(),
+    TensorDictSequential(zoo.module(lambda x: x * 10, "observation"), zoo.module(zoo.mlp(zoo.CHOICES))),
 ], ids=["copied", "written over"])  # fmt: skip
 def test_random_frames_have_observations_too(policy: Any) -> None:
     """Also where the policy gives back copies of them, or others."""
-    batch = collect(policy, init_random_frames=100)
+    batch = zoo.collect(policy, init_random_frames=100)
     inside = ~batch["next", "done"][:, :-1, 0]
-    assert_same(batch["observation"][:, 1:][inside], batch["next", "observation"][:, :-1][inside])
+    zoo.assert_same(batch["observation"][:, 1:][inside], batch["next", "observation"][:, :-1][inside])
 
 
-# -- sampling -------------------------------------------------------------------------------------------------------
+# -- sampling, and parts behind it ----------------------------------------------------------------------------------
 
 
-class Overriding(nn.Module):
-    """Always takes the first action, whatever was sampled."""
+class LogProbReader(TensorDictModuleBase):
+    """Does not say that it reads log-probs."""
 
-    def forward(self, action: Tensor) -> Tensor:
-        return torch.zeros_like(action)
+    in_keys, out_keys = [], ["doubled"]
 
-
-@each_way
-def test_log_probs_are_those_of_the_sample_even_if_it_is_not_taken(way: dict[str, Any]) -> None:
-    keep = module(nn.Identity(), "sampled", "action")
-    policy = TensorDictSequential(*discrete().module, keep, module(Overriding(), "action", "action"))
-    batch = collect(policy, WaveEnv(lengths=[30] * 6), **way)
-    assert not batch["action"].any()
-    assert batch["sampled"].any()
-    assert_same(batch["action_log_prob"], D.Categorical(logits=batch["logits"]).log_prob(batch["sampled"]))
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return tensordict.set("doubled", tensordict["action_log_prob"] * 2)
 
 
-@each_way
-def test_logits_that_are_overwritten_afterwards(way: dict[str, Any]) -> None:
-    keep = module(nn.Identity(), "kept", "logits")
-    policy = TensorDictSequential(*discrete().module, keep, module(lambda x: x * 0, "logits", "logits"))
-    batch = collect(policy, **way)
-    assert_same(batch["action_log_prob"], D.Categorical(logits=batch["kept"]).log_prob(batch["action"]))
+LATER: dict[str, tuple[Callable[[], list[Any]], Callable[[Any], tuple[Tensor, Tensor]]]] = {
+    "the sample is kept, but not taken": (
+        lambda: [zoo.module(nn.Identity(), "sampled", "action"), zoo.module(torch.zeros_like, "action", "action")],
+        lambda batch: (batch["action_log_prob"], D.Categorical(logits=batch["logits"]).log_prob(batch["sampled"])),
+    ),
+    "logits are overwritten": (
+        lambda: [zoo.module(nn.Identity(), "kept", "logits"), zoo.module(lambda x: x * 0, "logits", "logits")],
+        lambda batch: (batch["action_log_prob"], D.Categorical(logits=batch["kept"]).log_prob(batch["action"])),
+    ),
+    "log-probs are read": (
+        lambda: [zoo.module(lambda x: x * 2, "doubled", "action_log_prob")],
+        lambda batch: (batch["doubled"], batch["action_log_prob"] * 2),
+    ),
+    "log-probs are read by what does not say so": (
+        lambda: [LogProbReader()],
+        lambda batch: (batch["doubled"], batch["action_log_prob"] * 2),
+    ),
+    "log-probs are overwritten": (
+        lambda: [zoo.module(lambda x: x[..., 0] * 0, "action_log_prob")],
+        lambda batch: (batch["action_log_prob"], torch.zeros(6, 6)),
+    ),
+}
 
 
-@each_way
-def test_log_probs_may_be_read_by_later_parts(way: dict[str, Any]) -> None:
-    doubled = module(lambda x: x * 2, "doubled", "action_log_prob")
-    batch = collect(TensorDictSequential(*discrete().module, doubled), **way)
-    assert_same(batch["doubled"], batch["action_log_prob"] * 2)
+@zoo.each_way
+@pytest.mark.parametrize(("parts", "pair"), LATER.values(), ids=LATER.keys())
+def test_parts_behind_the_sampler(parts: Any, pair: Any, way: dict[str, Any]) -> None:
+    """Log-probs are those of the sample, with the parameters that it was drawn from, whatever comes later."""
+    batch = zoo.collect(TensorDictSequential(*zoo.discrete().module, *parts()), zoo.WaveEnv(lengths=[30] * 6), **way)
+    zoo.assert_same(*pair(batch))
+    if "sampled" in set(batch.keys()):
+        assert batch["sampled"].any()
+        assert not batch["action"].any()
 
 
-@each_way
-def test_log_probs_may_be_overwritten_by_later_parts(way: dict[str, Any]) -> None:
-    zeroed = module(lambda x: x[..., 0] * 0, "action_log_prob")
-    batch = collect(TensorDictSequential(*discrete().module, zeroed), **way)
-    assert not batch["action_log_prob"].any()
-
-
-@each_way
-def test_log_probs_may_be_read_by_later_parts_that_do_not_say_so(way: dict[str, Any]) -> None:
-    class Reader(TensorDictModuleBase):
-        in_keys, out_keys = [], ["doubled"]
-
-        def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-            return tensordict.set("doubled", tensordict["action_log_prob"] * 2)
-
-    batch = collect(TensorDictSequential(*discrete().module, Reader()), **way)
-    assert_same(batch["doubled"], batch["action_log_prob"] * 2)
-
-
-@each_way
+@zoo.each_way
 def test_log_probs_may_be_recurrent_state(way: dict[str, Any]) -> None:
     first = TensorDictModule(
-        lambda x, lp: x[..., :CHOICES] + 0 * lp.unsqueeze(-1), ["observation", "action_log_prob"], ["logits"]
+        lambda x, lp: x[..., : zoo.CHOICES] + 0 * lp.unsqueeze(-1), ["observation", "action_log_prob"], ["logits"]
     )
-    seen = module(lambda lp: lp + 0, "seen", "action_log_prob")
-    policy = ProbabilisticTensorDictSequential(seen, first, sampler(D.Categorical))
+    seen = zoo.module(lambda lp: lp + 0, "seen", "action_log_prob")
+    policy = ProbabilisticTensorDictSequential(seen, first, zoo.sampler(D.Categorical))
     policy.state_shapes = {"action_log_prob": ()}
-    batch = collect(policy, WaveEnv(lengths=[50] * 3), **way)
-    assert_same(batch["seen"][:, 1:], batch["action_log_prob"][:, :-1])
+    batch = zoo.collect(policy, zoo.WaveEnv(lengths=[50] * 3), **way)
+    zoo.assert_same(batch["seen"][:, 1:], batch["action_log_prob"][:, :-1])
 
 
-@each_way
+@zoo.each_way
 def test_an_action_that_is_there_already_is_not_sampled_again(way: dict[str, Any]) -> None:
     """tensordict's way to give a deterministic action its log-prob."""
     policy = ProbabilisticTensorDictSequential(
-        module(mlp(CHOICES), "logits"),
-        module(lambda logits: logits.argmin(-1), "action", "logits"),
-        sampler(D.Categorical),
+        zoo.module(zoo.mlp(zoo.CHOICES), "logits"),
+        zoo.module(lambda logits: logits.argmin(-1), "action", "logits"),
+        zoo.sampler(D.Categorical),
     )
-    batch = collect(policy, WaveEnv(lengths=[30] * 6), **way)
+    batch = zoo.collect(policy, zoo.WaveEnv(lengths=[30] * 6), **way)
     assert torch.equal(batch["action"], batch["logits"].argmin(-1))
-    assert_same(batch["action_log_prob"], D.Categorical(logits=batch["logits"]).log_prob(batch["action"]))
+    zoo.assert_same(batch["action_log_prob"], D.Categorical(logits=batch["logits"]).log_prob(batch["action"]))
 
 
-@each_way
+@zoo.each_way
 def test_two_samplers_in_a_row(way: dict[str, Any]) -> None:
     policy = ProbabilisticTensorDictSequential(
-        TensorDictModule(nn.Sequential(mlp(2 * AXES), NormalParamExtractor()), ["observation"], ["loc", "scale"]),
-        sampler(D.Normal, ["loc", "scale"], "push"),
-        module(mlp(CHOICES, inputs=AXES), "logits", "push"),
-        sampler(D.OneHotCategorical, out="turn"),
+        *normal_actor("push"),
+        zoo.module(zoo.mlp(zoo.CHOICES, inputs=zoo.AXES), "logits", "push"),
+        zoo.sampler(D.OneHotCategorical, out="turn"),
     )
-    batch = collect(policy, WaveEnv(MIXED), **way)
-    assert_same(batch["push_log_prob"], D.Normal(batch["loc"], batch["scale"]).log_prob(batch["push"]))
-    assert_same(batch["turn_log_prob"], D.OneHotCategorical(logits=batch["logits"]).log_prob(batch["turn"]))
+    batch = zoo.collect(policy, zoo.WaveEnv(zoo.MIXED), **way)
+    zoo.assert_same(batch["push_log_prob"], D.Normal(batch["loc"], batch["scale"]).log_prob(batch["push"]))
+    zoo.assert_same(batch["turn_log_prob"], D.OneHotCategorical(logits=batch["logits"]).log_prob(batch["turn"]))
 
 
-@pytest.mark.skipif(not HAS_GENERATORS, reason="an older tensordict")
-@each_way
+@pytest.mark.skipif(not zoo.HAS_GENERATORS, reason="an older tensordict")
+@zoo.each_way
 def test_a_generator_of_the_modules_own(way: dict[str, Any]) -> None:
     def run(torch_seed: int) -> Tensor:
         torch.manual_seed(0)
-        policy = discrete(generator=7)
+        policy = zoo.discrete(generator=7)
         torch.manual_seed(torch_seed)
-        return collect(policy, WaveEnv(lengths=[30] * 6), **way)["action"]
+        return zoo.collect(policy, zoo.WaveEnv(lengths=[30] * 6), **way)["action"]
 
     assert torch.equal(run(1), run(2))
 
 
 def test_many_samples_cannot_be_acted_on() -> None:
     with pytest.raises((PolicyError, RuntimeError, ValueError)):
-        collect(discrete(num_samples=5))
+        zoo.collect(zoo.discrete(num_samples=5))
 
 
-@each_way
-def test_cached_distributions(way: dict[str, Any]) -> None:
-    assert_policy_agrees(discrete(cache_dist=True), way)
-
-
-@each_way
-@pytest.mark.parametrize("options", [{"log_prob_key": "lp"}, {"log_prob_keys": ["lp"]}, {"log_prob_key": ("a", "lp")}])
-def test_names_of_log_probs(options: Any, way: dict[str, Any]) -> None:
-    batch = assert_policy_agrees(discrete(**options), way)
-    assert batch["lp" if ("a", "lp") not in options.values() else ("a", "lp")].shape == (3, 6)
-
-
-@each_way
+@zoo.each_way
 def test_aggregated_log_probs(way: dict[str, Any]) -> None:
     with set_composite_lp_aggregate(True):
-        single = discrete()
-        batch = collect(single, **way)
-        assert_same(batch["sample_log_prob"], D.Categorical(logits=batch["logits"]).log_prob(batch["action"]))
-        several = composite()
-        batch = collect(several, WaveEnv(MIXED), **way)
+        batch = zoo.collect(zoo.discrete(), **way)
+        zoo.assert_same(batch["sample_log_prob"], D.Categorical(logits=batch["logits"]).log_prob(batch["action"]))
+        batch = zoo.collect(zoo.composite(), zoo.WaveEnv(zoo.MIXED), **way)
         params = batch["params"]
         turn = D.OneHotCategorical(logits=params["turn", "logits"]).log_prob(batch["turn"])
         push = D.Normal(params["push", "loc"], params["push", "scale"]).log_prob(batch["push"]).sum(-1)
-        assert_same(batch["sample_log_prob"], turn + push)
+        zoo.assert_same(batch["sample_log_prob"], turn + push)
 
 
 # -- how it is run --------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_understood_costs_only_its_own_part() -> None:
-    collector = Collector(WaveEnv(), TensorDictSequential(module(mlp(CHOICES)), Noisy()), frames_per_batch=18)
-    next(iter(collector))
-    assert stages_of(collector) == ("MLPStage", "TensorDictStage")
-
-
 def test_a_sampler_before_others_stays_fast_where_it_may() -> None:
-    value = module(mlp(1), "value")
-    collector = Collector(WaveEnv(), TensorDictSequential(*discrete().module, value), frames_per_batch=18)
-    next(iter(collector))
-    assert stages_of(collector) == ("MLPStage", "CategoricalStage", "MLPStage")
-
-
-def test_a_continuous_actor_with_a_value() -> None:
-    policy = TensorDictSequential(
-        TensorDictModule(nn.Sequential(mlp(2 * AXES), NormalParamExtractor()), ["observation"], ["loc", "scale"]),
-        sampler(D.Normal, ["loc", "scale"]),
-        module(mlp(1), "value"),
-    )
-    batch = collect(policy, WaveEnv(CONTINUOUS))
-    assert_agrees(policy, batch)
+    policy = TensorDictSequential(*zoo.discrete().module, zoo.module(zoo.mlp(1), "value"))
+    assert zoo.stages_after(policy) == ("MLPStage", "CategoricalStage", "MLPStage")

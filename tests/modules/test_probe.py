@@ -4,23 +4,9 @@ import random
 from typing import Any
 
 import numpy as np
+import policy_zoo as zoo
 import pytest
 import torch
-from policy_zoo import (
-    CHOICES,
-    DISCRETE,
-    HAS_GENERATORS,
-    SIZE,
-    VECTOR,
-    WaveEnv,
-    assert_agrees,
-    collect,
-    discrete,
-    mlp,
-    module,
-    sampler,
-    stages_of,
-)
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential
 from torch import Tensor, nn
@@ -46,7 +32,7 @@ class Restless(nn.Module):
         self.last = torch.tensor(float(self.calls))
         self.grown = torch.ones(self.calls)
         noise = torch.rand(()) + np.random.rand() + random.random()
-        return observation[..., :CHOICES] * noise
+        return observation[..., : zoo.CHOICES] * noise
 
 
 def random_states() -> list[Any]:
@@ -57,7 +43,7 @@ def random_states() -> list[Any]:
 def test_the_call_leaves_no_trace(way: dict[str, Any]) -> None:
     net = Restless()
     before = random_states()
-    Collector(WaveEnv(), module(net), frames_per_batch=18, **way)
+    Collector(zoo.WaveEnv(), zoo.module(net), frames_per_batch=18, **way)
     assert random_states() == before
     assert net.calls == 1
     assert (net.total, net.last) == (0, 0)
@@ -66,43 +52,42 @@ def test_the_call_leaves_no_trace(way: dict[str, Any]) -> None:
 
 def test_the_call_is_the_only_one_beside_those_of_the_steps() -> None:
     net = Restless()
-    collector = Collector(WaveEnv(), module(net), frames_per_batch=18)
-    batches = iter(collector)
+    collector = Collector(zoo.WaveEnv(), zoo.module(net), frames_per_batch=18)
     for number in (1, 2, 3):
-        next(batches)
+        collector.next()
         assert net.calls == 1 + 6 * number
         assert net.total == 6 * number
 
 
 def test_buffers_of_batch_norm_stay() -> None:
-    policy = module(nn.Sequential(nn.Linear(SIZE, 8), nn.BatchNorm1d(8), nn.Linear(8, CHOICES)))
+    policy = zoo.module(nn.Sequential(nn.Linear(zoo.SIZE, 8), nn.BatchNorm1d(8), nn.Linear(8, zoo.CHOICES)))
     before = {name: buffer.clone() for name, buffer in policy.named_buffers()}
-    Collector(WaveEnv(), policy, frames_per_batch=18)
+    Collector(zoo.WaveEnv(), policy, frames_per_batch=18)
     assert all(torch.equal(buffer, before[name]) for name, buffer in policy.named_buffers())
 
 
-@pytest.mark.skipif(not HAS_GENERATORS, reason="an older tensordict")
+@pytest.mark.skipif(not zoo.HAS_GENERATORS, reason="an older tensordict")
 def test_a_generator_of_the_policys_own_stays() -> None:
     generator = torch.Generator().manual_seed(5)
-    policy = discrete(generator=generator)
+    policy = zoo.discrete(generator=generator)
     before = generator.get_state()
-    Collector(WaveEnv(), policy, frames_per_batch=18)
+    Collector(zoo.WaveEnv(), policy, frames_per_batch=18)
     assert torch.equal(generator.get_state(), before)
 
 
 def test_a_lazy_module_is_materialised_and_runs_fast() -> None:
-    policy = discrete(net=nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(CHOICES)))
-    collector = Collector(WaveEnv(), policy, frames_per_batch=18)
-    assert policy[0].module[0].weight.shape == (8, SIZE)
-    assert_agrees(policy, next(iter(collector)))
-    assert stages_of(collector) == ("MLPStage", "CategoricalStage")
+    policy = zoo.discrete(net=nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(zoo.CHOICES)))
+    collector = Collector(zoo.WaveEnv(), policy, frames_per_batch=18)
+    assert policy[0].module[0].weight.shape == (8, zoo.SIZE)
+    zoo.assert_agrees(policy, collector.next())
+    assert zoo.stages_of(collector) == ("MLPStage", "CategoricalStage")
 
 
 def test_a_lazy_module_with_buffers() -> None:
-    policy = module(nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.LazyLinear(CHOICES)))
-    collector = Collector(WaveEnv(), policy, frames_per_batch=18)
+    policy = zoo.module(nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.LazyLinear(zoo.CHOICES)))
+    collector = Collector(zoo.WaveEnv(), policy, frames_per_batch=18)
     assert not policy.module[1].running_mean.any()
-    next(iter(collector))
+    collector.next()
     assert policy.module[1].running_mean.any()
     assert policy.module[1].num_batches_tracked == 6
 
@@ -112,9 +97,9 @@ def test_no_gradients_are_recorded() -> None:
 
     def policy(observation: Tensor) -> Tensor:
         seen.append(torch.is_grad_enabled())
-        return observation[..., :CHOICES]
+        return observation[..., : zoo.CHOICES]
 
-    batch = collect(policy)
+    batch = zoo.collect(policy)
     assert seen == [False] * 7
     assert not any(value.requires_grad for value in batch.values(True, True))
 
@@ -124,9 +109,9 @@ def test_a_policy_sees_the_first_observation() -> None:
 
     def policy(td: TensorDictBase) -> TensorDictBase:
         seen.append(td["observation"].clone())
-        return td.set("action", td["observation"][..., :CHOICES])
+        return td.set("action", td["observation"][..., : zoo.CHOICES])
 
-    batch = collect(policy)
+    batch = zoo.collect(policy)
     assert torch.equal(seen[0], seen[1])
     assert torch.equal(seen[1], batch["observation"][:, 0])
 
@@ -140,25 +125,25 @@ class Hoarder(nn.Module):
 
     def forward(self, observation: Tensor) -> Tensor:
         self.kept.append(observation)
-        return (observation - self.kept[max(0, len(self.kept) - 2)])[..., :CHOICES]
+        return (observation - self.kept[max(0, len(self.kept) - 2)])[..., : zoo.CHOICES]
 
 
 @pytest.mark.parametrize("way", [{}, {"trust_policy": True}], ids=["ordinary", "trusted"])
 def test_what_a_policy_keeps_does_not_change(way: dict[str, Any]) -> None:
     hoarder = Hoarder()
-    batch = collect(module(hoarder), **way)
+    batch = zoo.collect(zoo.module(hoarder), **way)
     assert torch.equal(torch.stack(hoarder.kept[1:], 1), batch["observation"])
-    assert torch.equal(batch["action"][:, 1:], batch["observation"].diff(dim=1)[..., :CHOICES])
+    assert torch.equal(batch["action"][:, 1:], batch["observation"].diff(dim=1)[..., : zoo.CHOICES])
 
 
 class Stateless(EnvBase):
     """Knows nothing but the observation that it is given: each step adds one to it."""
 
     def __init__(self) -> None:
-        super().__init__(VECTOR, DISCRETE, batch_size=(3,))
+        super().__init__(zoo.VECTOR, zoo.DISCRETE, batch_size=(3,))
 
     def _reset(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return TensorDict({"observation": torch.zeros(3, SIZE)}, [3])
+        return TensorDict({"observation": torch.zeros(3, zoo.SIZE)}, [3])
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         flags = torch.zeros(3, 1, dtype=torch.bool)
@@ -170,16 +155,18 @@ class Stateless(EnvBase):
 @pytest.mark.parametrize("way", [{}, {"trust_policy": True}], ids=["ordinary", "trusted"])
 def test_what_a_policy_changes_in_place_is_its_own(way: dict[str, Any]) -> None:
     """The env's observation, which the next step may begin from, stays as it is."""
-    batch = collect(module(lambda x: x.mul_(0)[..., :CHOICES]), Stateless(), **way)
+    batch = zoo.collect(zoo.module(lambda x: x.mul_(0)[..., : zoo.CHOICES]), Stateless(), **way)
     assert batch["observation"][0, :, 0].tolist() == [0, 1, 2, 3, 4, 5]
     assert not batch["action"].any()
 
 
 def test_the_probe_calls_a_sequence_as_a_whole() -> None:
     """So that whatever is done around its parts is seen."""
-    policy = ProbabilisticTensorDictSequential(module(mlp(CHOICES), "logits"), sampler(torch.distributions.Categorical))
+    policy = ProbabilisticTensorDictSequential(
+        zoo.module(zoo.mlp(zoo.CHOICES), "logits"), zoo.sampler(torch.distributions.Categorical)
+    )
     calls: list[str] = []
     policy.register_forward_hook(lambda *_: calls.append("whole"))
     policy[0].register_forward_hook(lambda *_: calls.append("part"))
-    Collector(WaveEnv(), policy, frames_per_batch=18)
+    Collector(zoo.WaveEnv(), policy, frames_per_batch=18)
     assert calls == ["part", "whole"]

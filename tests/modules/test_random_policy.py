@@ -23,24 +23,10 @@ def shares(actions: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("policy", [None, RandomPolicy(DISCRETE)], ids=["None", "RandomPolicy"])
 def test_discrete_actions_are_uniform(policy: Any) -> None:
     collector = Collector(WaveEnv(lengths=LONG), policy, frames_per_batch=2400)
-    actions = next(iter(collector))["action"]
+    actions = collector.next()["action"]
     assert stages_of(collector) == ("RandomStage",)
     assert torch.allclose(shares(actions), torch.full((CHOICES,), 1 / CHOICES).double(), atol=0.04)
     assert (actions.sum(-1) == 1).all()
-
-
-def test_continuous_actions_fill_the_box() -> None:
-    actions = collect(None, WaveEnv(CONTINUOUS, lengths=LONG), steps=60)["action"]
-    assert (actions >= -2).all()
-    assert (actions <= 2).all()
-    assert abs(actions.mean()) < 0.1
-    assert abs(actions.std() - 4 / 12**0.5) < 0.05
-
-
-def test_several_actions() -> None:
-    batch = collect(None, WaveEnv(MIXED))
-    assert batch["turn"].shape == (3, 6, CHOICES)
-    assert batch["push"].shape == (3, 6, AXES)
 
 
 def test_a_space_of_its_own_is_kept_to() -> None:
@@ -60,11 +46,11 @@ def test_the_seed_decides() -> None:
     assert not torch.equal(run(1), run(2))
 
 
-def test_it_can_be_called_with_a_tensordict() -> None:
-    policy = as_policy(None, WaveEnv(MIXED))
-    out = policy(TensorDict({}, batch_size=[4, 2]))
-    assert out["turn"].shape == (4, 2, CHOICES)
-    assert out["push"].shape == (4, 2, AXES)
+def test_several_actions_by_a_collector_and_by_a_call() -> None:
+    called = as_policy(None, WaveEnv(MIXED))(TensorDict({}, batch_size=[3, 6]))
+    for actions in (collect(None, WaveEnv(MIXED)), called):
+        assert actions["turn"].shape == (3, 6, CHOICES)
+        assert actions["push"].shape == (3, 6, AXES)
 
 
 def test_hooks_on_it_are_called() -> None:
@@ -95,10 +81,9 @@ def test_a_subclass_acts_as_it_says() -> None:
 )
 def test_random_frames_are_encoded_as_the_policys(policy: Any, space: gs.Space[Any]) -> None:
     collector = Collector(WaveEnv(space), policy, frames_per_batch=18, init_random_frames=18)
-    batches = iter(collector)
-    random = next(batches)
+    random = collector.next()
     assert stages_of(collector)[0] == "RandomStage"
-    acted = next(batches)
+    acted = collector.next()
     assert stages_of(collector)[0] != "RandomStage"
     assert random["action"].shape == acted["action"].shape
     assert random["action"].dtype == acted["action"].dtype

@@ -2,32 +2,11 @@
 
 from typing import Any
 
+import policy_zoo as zoo
 import pytest
 import torch
-from policy_zoo import (
-    CHOICES,
-    DOUBLE,
-    HIDDEN,
-    RECURRENT,
-    SIZE,
-    WAYS,
-    Resetting,
-    WaveEnv,
-    as_written,
-    assert_same,
-    collect,
-    gru_policy,
-    lstm_policy,
-    mlp,
-    module,
-    sampling_policy,
-    stages_of,
-)
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import (
-    TensorDictModule,
-    TensorDictSequential,
-)
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 
 from swath.collectors import Collector
@@ -59,29 +38,29 @@ def unroll(policy: Any, batch: TensorDictBase, states: dict[str, Tensor]) -> Ten
     return TensorDict.stack(steps, 1)
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+@zoo.each_way
 @pytest.mark.parametrize("convention", ["same", "next"])
-@pytest.mark.parametrize("make", RECURRENT.values(), ids=RECURRENT.keys())
+@pytest.mark.parametrize("make", zoo.RECURRENT.values(), ids=zoo.RECURRENT.keys())
 def test_the_state_is_what_the_module_gives_over_several_batches(
     make: Any, convention: str, way: dict[str, Any]
 ) -> None:
     policy = make(convention)
     states: dict[str, Tensor] = {}
-    for batch in Collector(WaveEnv(), policy, frames_per_batch=15, total_frames=45, **way):
+    for batch in Collector(zoo.WaveEnv(), policy, frames_per_batch=15, total_frames=45, **way):
         for key in states_of(policy):
             shape = batch["next", key].shape if convention == "next" else batch[key].shape
             states.setdefault(key, torch.zeros(3, *shape[2:]))
         told = unroll(policy, batch, states)
         for key in states_of(policy):
             if convention == "next":  # what was read, and what was written
-                assert_same(batch[key], told[f"seen {key}"], name=key)
-                assert_same(batch["next", key], told["next", key], name=key)
+                zoo.assert_same(batch[key], told[f"seen {key}"], name=key)
+                zoo.assert_same(batch["next", key], told["next", key], name=key)
             else:
-                assert_same(batch[key], told[key], name=key)
+                zoo.assert_same(batch[key], told[key], name=key)
         for key in ("logits", "features", "action"):
             made = set(told.keys())
             if key in made and not (key == "action" and "logits" in made):
-                assert_same(batch[key], told[key], name=key)
+                zoo.assert_same(batch[key], told[key], name=key)
 
 
 LENGTHS = [[3], [1, 4], [7, 2, 2]]
@@ -96,7 +75,7 @@ class StepCounter(nn.Module):
 
 def counting_policy(convention: str) -> Any:
     policy = TensorDictModule(
-        StepCounter(), in_keys=["count", "is_init"], out_keys=[as_written("count", convention), "action"]
+        StepCounter(), in_keys=["count", "is_init"], out_keys=[zoo.as_written("count", convention), "action"]
     )
     policy.state_shapes = {"count": (1,)}
     return policy
@@ -111,7 +90,7 @@ def envs(kind: str) -> Any:
     return SerialEnv(3, factories)
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+@zoo.each_way
 @pytest.mark.parametrize("convention", ["same", "next"])
 @pytest.mark.parametrize("kind", ["custom", "gymnasium"])
 def test_exactly_the_lanes_that_reset_are_zeroed(kind: str, convention: str, way: dict[str, Any]) -> None:
@@ -127,77 +106,76 @@ def test_exactly_the_lanes_that_reset_are_zeroed(kind: str, convention: str, way
 
 
 def test_truncation_by_the_collector_resets_the_state() -> None:
-    batch = collect(counting_policy("next"), CountingEnv((2,), lengths=100), steps=10, max_frames_per_traj=4)
+    batch = zoo.collect(counting_policy("next"), CountingEnv((2,), lengths=100), steps=10, max_frames_per_traj=4)
     assert batch["count"][0, :, 0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
     assert batch["is_init"][0, :, 0].nonzero().flatten().tolist() == [0, 4, 8]
 
 
 def test_a_reset_by_the_user_resets_the_state() -> None:
     collector = Collector(CountingEnv((2,), lengths=100), counting_policy("next"), frames_per_batch=10)
-    batches = iter(collector)
-    next(batches)
+    collector.next()
     collector.reset([0])
-    batch = next(batches)
+    batch = collector.next()
     assert batch["count"][:, 0, 0].tolist() == [0, 5]
     assert batch["is_init"][:, 0, 0].tolist() == [True, False]
 
 
 def test_new_weights_do_not_touch_the_state() -> None:
     """Not even when they go into a copy that the collector makes for them."""
-    policy = gru_policy("next")
-    collector = Collector(WaveEnv(lengths=[100] * 3), policy, frames_per_batch=15)
-    batches = iter(collector)
-    last = next(batches)["next", "hidden"][:, -1].clone()
-    collector.update_policy_weights_(gru_policy("next").state_dict())
-    assert torch.equal(next(batches)["hidden"][:, 0], last)
+    policy = zoo.gru_policy("next")
+    collector = Collector(zoo.WaveEnv(lengths=[100] * 3), policy, frames_per_batch=15)
+    last = collector.next()["next", "hidden"][:, -1].clone()
+    collector.update_policy_weights_(zoo.gru_policy("next").state_dict())
+    assert torch.equal(collector.next()["hidden"][:, 0], last)
 
 
 def test_random_frames_leave_the_state_at_zero() -> None:
-    collector = Collector(WaveEnv(lengths=[100] * 3), gru_policy("next"), frames_per_batch=15, init_random_frames=15)
-    batches = iter(collector)
-    assert not next(batches)["next", "hidden"].any()
-    second = next(batches)
+    collector = Collector(
+        zoo.WaveEnv(lengths=[100] * 3), zoo.gru_policy("next"), frames_per_batch=15, init_random_frames=15
+    )
+    assert not collector.next()["next", "hidden"].any()
+    second = collector.next()
     assert not second["hidden"][:, 0].any()
     assert second["hidden"][:, 1:].any()
 
 
 def test_is_init_is_delivered_only_when_it_is_read() -> None:
-    assert "is_init" not in set(collect(gru_policy("same")).keys())
-    assert "is_init" in set(collect(Resetting("same")).keys())
+    assert "is_init" not in set(zoo.collect(zoo.gru_policy("same")).keys())
+    assert "is_init" in set(zoo.collect(zoo.Resetting("same")).keys())
 
 
 def test_a_single_lane_without_a_batch_dimension() -> None:
-    batch = collect(gru_policy("next"), WaveEnv(lengths=[4], batch_size=()))
-    assert batch["hidden"].shape == (6, HIDDEN)
+    batch = zoo.collect(zoo.gru_policy("next"), zoo.WaveEnv(lengths=[4], batch_size=()))
+    assert batch["hidden"].shape == (6, zoo.HIDDEN)
     assert not batch["hidden"][[0, 4]].any()
     assert torch.equal(batch["hidden"][1:4], batch["next", "hidden"][:3])
 
 
 def test_a_state_of_doubles() -> None:
-    policy = gru_policy("next").double()
-    batch = collect(policy, WaveEnv(observation_space=DOUBLE))
+    policy = zoo.gru_policy("next").double()
+    batch = zoo.collect(policy, zoo.WaveEnv(observation_space=zoo.DOUBLE))
     assert batch["hidden"].dtype is batch["next", "hidden"].dtype is torch.float64
 
 
 def test_a_state_of_integers() -> None:
     policy = TensorDictModule(
-        lambda x, n: (x[..., :CHOICES], n.long() + 1), in_keys=["observation", "n"], out_keys=["action", "n"]
+        lambda x, n: (x[..., : zoo.CHOICES], n.long() + 1), in_keys=["observation", "n"], out_keys=["action", "n"]
     )
-    batch = collect(policy, WaveEnv(lengths=[4, 6, 9]))
+    batch = zoo.collect(policy, zoo.WaveEnv(lengths=[4, 6, 9]))
     assert batch["n"].dtype is torch.int64
     assert batch["n"][0, :, 0].tolist() == [1, 2, 3, 4, 1, 2]
 
 
 def test_exploration_does_not_matter_to_the_state() -> None:
-    policy = sampling_policy("next")
-    random, greedy = (collect(policy, exploration_type=kind) for kind in (ExplorationType.RANDOM, ExplorationType.MODE))
-    assert_same(random["next", "hidden"], greedy["next", "hidden"])
+    policy = zoo.sampling_policy("next")
+    random, greedy = (
+        zoo.collect(policy, exploration_type=kind) for kind in (ExplorationType.RANDOM, ExplorationType.MODE)
+    )
+    zoo.assert_same(random["next", "hidden"], greedy["next", "hidden"])
 
 
 def test_the_fast_path_is_used_around_a_cell() -> None:
-    collector = Collector(WaveEnv(), sampling_policy("next"), frames_per_batch=15)
-    next(iter(collector))
-    assert stages_of(collector) == ("TorchStage", "MLPStage", "CategoricalStage")
+    assert zoo.stages_after(zoo.sampling_policy("next")) == ("TorchStage", "MLPStage", "CategoricalStage")
 
 
 # -- shapes ---------------------------------------------------------------------------------------------------------
@@ -209,7 +187,7 @@ class Unguessable(nn.Module):
     def forward(self, observation: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         if memory.shape[-2:] != (2, 5):
             raise RuntimeError("not what I remember")
-        return observation[..., :CHOICES], memory + 1
+        return observation[..., : zoo.CHOICES], memory + 1
 
 
 def unguessable() -> Any:
@@ -218,42 +196,43 @@ def unguessable() -> Any:
 
 def test_a_shape_that_cannot_be_found_out_is_asked_for() -> None:
     with pytest.raises(PolicyError, match=r"\['memory'\] could not be found out.*state_shapes = \{'memory'") as caught:
-        collect(unguessable())
+        zoo.collect(unguessable())
     assert "not what I remember" in str(caught.value.__cause__)
 
 
 def test_state_shapes_tell_it() -> None:
     policy = unguessable()
     policy.state_shapes = {"memory": (2, 5)}
-    batch = collect(policy, WaveEnv(lengths=[9] * 3))
+    batch = zoo.collect(policy, zoo.WaveEnv(lengths=[9] * 3))
     assert batch["memory"][0, :, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_state_shapes_that_leave_one_out() -> None:
-    policy = lstm_policy("same")
-    policy.state_shapes = {"hidden": (HIDDEN,)}
+    policy = zoo.lstm_policy("same")
+    policy.state_shapes = {"hidden": (zoo.HIDDEN,)}
     with pytest.raises(PolicyError, match=r"not the recurrent state \['cell'\]"):
-        collect(policy)
+        zoo.collect(policy)
 
 
 def test_states_of_different_shapes_are_found_out_by_what_is_written() -> None:
     policy = TensorDictModule(
-        lambda x, a, b: (x[..., :CHOICES], a.mean(-1, keepdim=True) + x, b.mean(-1, keepdim=True) + x[..., :2]),
+        lambda x, a, b: (x[..., : zoo.CHOICES], a.mean(-1, keepdim=True) + x, b.mean(-1, keepdim=True) + x[..., :2]),
         in_keys=["observation", "a", "b"],
         out_keys=["action", "a", "b"],
     )
-    batch = collect(policy)
-    assert (batch["a"].shape[-1], batch["b"].shape[-1]) == (SIZE, 2)
+    batch = zoo.collect(policy)
+    assert (batch["a"].shape[-1], batch["b"].shape[-1]) == (zoo.SIZE, 2)
 
 
 def test_an_observation_that_is_written_too_is_no_state() -> None:
     """A part that normalises observations under their own key: the batch has them as the policy saw them."""
     policy = TensorDictSequential(
-        TensorDictModule(lambda x: x * 10, in_keys=["observation"], out_keys=["observation"]), module(mlp(CHOICES))
+        TensorDictModule(lambda x: x * 10, in_keys=["observation"], out_keys=["observation"]),
+        zoo.module(zoo.mlp(zoo.CHOICES)),
     )
-    collector = Collector(WaveEnv(), policy, frames_per_batch=15)
-    batch = next(iter(collector))
-    assert RolloutLoop(WaveEnv(), policy, LoopSettings()).policy.state == []
+    collector = Collector(zoo.WaveEnv(), policy, frames_per_batch=15)
+    batch = collector.next()
+    assert RolloutLoop(zoo.WaveEnv(), policy, LoopSettings()).policy.state == []
     inside = ~batch["next", "done"][:, :-1, 0]
-    assert_same(batch["observation"][:, 1:][inside], batch["next", "observation"][:, :-1][inside] * 10)
-    assert_same(batch["action"], policy[1].module(batch["observation"]).detach())
+    zoo.assert_same(batch["observation"][:, 1:][inside], batch["next", "observation"][:, :-1][inside] * 10)
+    zoo.assert_same(batch["action"], policy[1].module(batch["observation"]).detach())

@@ -4,23 +4,9 @@ import math
 from typing import Any
 
 import numpy as np
+import policy_zoo as zoo
 import pytest
 import torch
-from policy_zoo import (
-    AXES,
-    CHOICES,
-    CONTINUOUS,
-    DISCRETE,
-    MIXED,
-    STOCHASTIC,
-    WaveEnv,
-    assert_same,
-    collect,
-    continuous,
-    discrete,
-    samplers_of,
-    stages_of,
-)
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import Tensor, nn
 from torch import distributions as D
@@ -42,7 +28,7 @@ def own_samples(policy: Any, batch: Any, key: str) -> Tensor:
 def chosen(actions: Tensor) -> np.ndarray:
     """Which of the discrete actions, of indices or one-hot vectors."""
     indices = actions.argmax(-1) if actions.ndim == 3 else actions
-    return np.bincount(indices.reshape(-1).numpy(), minlength=CHOICES)
+    return np.bincount(indices.reshape(-1).numpy(), minlength=zoo.CHOICES)
 
 
 def assert_same_distribution(found: Tensor, wanted: Tensor) -> None:
@@ -53,35 +39,35 @@ def assert_same_distribution(found: Tensor, wanted: Tensor) -> None:
     assert np.abs(shares[0] - shares[1]).max() < 1.95 * math.sqrt(2 / len(one))
 
 
-@pytest.mark.parametrize("name", [name for name, case in STOCHASTIC.items() if case.actions is not CONTINUOUS])
+@pytest.mark.parametrize("name", [name for name, case in zoo.STOCHASTIC.items() if case.actions is not zoo.CONTINUOUS])
 def test_discrete_actions_are_drawn_with_the_modules_probabilities(name: str) -> None:
-    case = STOCHASTIC[name]
-    policy, key = case.make(), "turn" if case.actions is MIXED else "action"
-    if case.actions is DISCRETE:
+    case = zoo.STOCHASTIC[name]
+    policy, key = case.make(), "turn" if case.actions is zoo.MIXED else "action"
+    if case.actions is zoo.DISCRETE:
         policy[0].module.apply(lambda m: m.weight.data.mul_(2) if isinstance(m, nn.Linear) else None)
-    batch = collect(policy, case.env(lengths=[20] * LANES, still=True), STEPS)
+    batch = zoo.collect(policy, case.env(lengths=[20] * LANES, still=True), STEPS)
     counts, own = chosen(batch[key]), chosen(own_samples(policy, batch, key))
     expected = (counts + own) / 2
     statistic = ((counts - expected) ** 2 / expected + (own - expected) ** 2 / expected).sum()
-    assert statistic < CHI_SQUARE[CHOICES - 1]
+    assert statistic < CHI_SQUARE[zoo.CHOICES - 1]
     assert (counts > 0).all()
 
 
-@pytest.mark.parametrize("name", [name for name, case in STOCHASTIC.items() if case.actions is not DISCRETE])
+@pytest.mark.parametrize("name", [name for name, case in zoo.STOCHASTIC.items() if case.actions is not zoo.DISCRETE])
 def test_continuous_actions_are_drawn_from_the_modules_distribution(name: str) -> None:
-    case = STOCHASTIC[name]
-    policy, key = case.make(), "push" if case.actions is MIXED else "action"
-    batch = collect(policy, case.env(lengths=[20] * LANES, still=True), STEPS)
+    case = zoo.STOCHASTIC[name]
+    policy, key = case.make(), "push" if case.actions is zoo.MIXED else "action"
+    batch = zoo.collect(policy, case.env(lengths=[20] * LANES, still=True), STEPS)
     own = own_samples(policy, batch, key)
-    for axis in range(AXES):
+    for axis in range(zoo.AXES):
         assert_same_distribution(batch[key][..., axis], own[..., axis])
 
 
 @pytest.mark.parametrize("name", ["categorical", "normal"])
 def test_draws_are_independent_over_lanes_steps_and_batches(name: str) -> None:
-    case = STOCHASTIC[name]
-    batches = iter(Collector(case.env(lengths=[20] * LANES, still=True), case.make(), frames_per_batch=LANES * STEPS))
-    first, second = (next(batches)["action"].double().reshape(LANES, STEPS, -1)[..., 0] for _ in range(2))
+    case = zoo.STOCHASTIC[name]
+    collector = Collector(case.env(lengths=[20] * LANES, still=True), case.make(), frames_per_batch=LANES * STEPS)
+    first, second = (collector.next()["action"].double().reshape(LANES, STEPS, -1)[..., 0] for _ in range(2))
     spread = first.std()
     first, second = (first - first.mean()) / spread, (second - second.mean()) / spread
     pairs = [(first[1:], first[:-1]), (first[:, 1:], first[:, :-1]), (first, second)]
@@ -92,15 +78,15 @@ def test_draws_are_independent_over_lanes_steps_and_batches(name: str) -> None:
 # -- seeds ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", STOCHASTIC)
+@pytest.mark.parametrize("name", zoo.STOCHASTIC)
 def test_the_noise_depends_on_torchs_seed(name: str) -> None:
-    case = STOCHASTIC[name]
+    case = zoo.STOCHASTIC[name]
     policy = case.make()
-    keys = [key for part in samplers_of(policy) for key in part.dist_sample_keys]
+    keys = [key for part in zoo.samplers_of(policy) for key in part.dist_sample_keys]
 
     def run(seed: int) -> Any:
         torch.manual_seed(seed)
-        return collect(policy, case.env()).select(*keys)
+        return zoo.collect(policy, case.env()).select(*keys)
 
     assert (run(1) == run(1)).all()
     assert not (run(1) == run(2)).all()
@@ -117,17 +103,17 @@ class Logits(nn.Module):
         self.values = torch.tensor(values)
 
     def forward(self, observation: Tensor) -> Tensor:
-        return self.values.expand(*observation.shape[:-1], CHOICES)
+        return self.values.expand(*observation.shape[:-1], zoo.CHOICES)
 
 
 @pytest.mark.parametrize("family", [D.Categorical, D.OneHotCategorical])
 @pytest.mark.parametrize("kind", [InteractionType.RANDOM, InteractionType.MODE])
 def test_masked_actions_are_never_chosen(family: Any, kind: InteractionType) -> None:
-    policy = discrete(family, Logits(0.5, -math.inf, -0.5))
-    env = WaveEnv(lengths=[50] * LANES)
+    policy = zoo.discrete(family, Logits(0.5, -math.inf, -0.5))
+    env = zoo.WaveEnv(lengths=[50] * LANES)
     collector = Collector(env, policy, frames_per_batch=LANES * STEPS, exploration_type=kind)
-    batch = next(iter(collector))
-    assert stages_of(collector) == ("TorchStage", "CategoricalStage")
+    batch = collector.next()
+    assert zoo.stages_of(collector) == ("TorchStage", "CategoricalStage")
     counts = chosen(batch["action"])
     assert counts[1] == 0
     assert counts[0] > 0
@@ -141,19 +127,19 @@ BAD_LOGITS = [(math.nan, 0.0, 0.0), (0.0, math.inf, 0.0), (-math.inf,) * 3]
 @pytest.mark.parametrize("options", [{}, {"fast_policy": False}], ids=["fast", "slow"])
 @pytest.mark.parametrize("return_log_prob", [True, False])
 def test_logits_without_probabilities_are_refused(values: Any, options: Any, return_log_prob: bool) -> None:
-    policy = discrete(net=Logits(0.0, 0.0, 0.0), return_log_prob=return_log_prob)
-    collector = Collector(WaveEnv(), policy, frames_per_batch=18, **options)
+    policy = zoo.discrete(net=Logits(0.0, 0.0, 0.0), return_log_prob=return_log_prob)
+    collector = Collector(zoo.WaveEnv(), policy, frames_per_batch=18, **options)
     policy[0].module.values = torch.tensor(values)
     with pytest.raises(ValueError, match=r"logits|Expected parameter"):
-        next(iter(collector))
+        collector.next()
 
 
 def test_a_diverged_policy_is_told_which_parameters_are_wrong() -> None:
-    policy = discrete()
-    collector = Collector(WaveEnv(), policy, frames_per_batch=18)
+    policy = zoo.discrete()
+    collector = Collector(zoo.WaveEnv(), policy, frames_per_batch=18)
     policy[0].module[0].weight.data.fill_(math.nan)
     with pytest.raises(ValueError, match=r"'logits'.*NaN"):
-        next(iter(collector))
+        collector.next()
 
 
 @pytest.mark.parametrize("family", [D.Normal, TanhNormal])
@@ -162,11 +148,11 @@ def test_a_diverged_policy_is_told_which_parameters_are_wrong() -> None:
 )
 def test_a_normal_with_wrong_parameters_is_refused(family: Any, loc: float, scale: float, key: str) -> None:
     values = [0.0, 1.0]
-    policy = continuous(family, lambda x: tuple(torch.full_like(x[..., :AXES], value) for value in values))
-    collector = Collector(WaveEnv(CONTINUOUS), policy, frames_per_batch=18)
+    policy = zoo.continuous(family, lambda x: tuple(torch.full_like(x[..., : zoo.AXES], value) for value in values))
+    collector = Collector(zoo.WaveEnv(zoo.CONTINUOUS), policy, frames_per_batch=18)
     values[:] = [loc, scale]
     with pytest.raises(ValueError, match=f"'{key}'"):
-        next(iter(collector))
+        collector.next()
 
 
 def test_a_distribution_that_can_only_be_sampled() -> None:
@@ -175,8 +161,8 @@ def test_a_distribution_that_can_only_be_sampled() -> None:
     def family(loc: Tensor, scale: Tensor) -> D.Distribution:
         return D.TransformedDistribution(D.Normal(loc, scale), [D.TanhTransform()])
 
-    policy = continuous(family, default_interaction_type=InteractionType.DETERMINISTIC)
-    batch = collect(policy, WaveEnv(CONTINUOUS))
+    policy = zoo.continuous(family, default_interaction_type=InteractionType.DETERMINISTIC)
+    batch = zoo.collect(policy, zoo.WaveEnv(zoo.CONTINUOUS))
     assert (batch["action"].abs() < 1).all()
 
 
@@ -185,14 +171,16 @@ def test_a_distribution_that_can_only_be_sampled() -> None:
 
 def test_log_probs_of_a_squashed_normal_are_those_that_a_loss_computes_later() -> None:
     """Also where it saturates: a ratio of an unchanged policy must be one."""
-    policy = continuous(net=lambda x: (torch.full_like(x[..., :AXES], 8.0), torch.full_like(x[..., :AXES], 2.0)))
-    batch = collect(policy, WaveEnv(CONTINUOUS))
+    policy = zoo.continuous(
+        net=lambda x: (torch.full_like(x[..., : zoo.AXES], 8.0), torch.full_like(x[..., : zoo.AXES], 2.0))
+    )
+    batch = zoo.collect(policy, zoo.WaveEnv(zoo.CONTINUOUS))
     assert (batch["action"] > 0.99999).any()
     assert (batch["action"] < 1.0).all()
-    assert_same(batch["action_log_prob"], policy.get_dist(batch).log_prob(batch["action"]))
+    zoo.assert_same(batch["action_log_prob"], policy.get_dist(batch).log_prob(batch["action"]))
 
 
 def test_a_scalar_action_of_a_single_lane() -> None:
-    batch = collect(discrete(), WaveEnv(lengths=[4], batch_size=()))
+    batch = zoo.collect(zoo.discrete(), zoo.WaveEnv(lengths=[4], batch_size=()))
     assert batch["action"].shape == (6,)
     assert batch["action_log_prob"].shape == (6,)

@@ -4,22 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import policy_zoo as zoo
 import pytest
 import torch
-from policy_zoo import (
-    CHOICES,
-    DETERMINISTIC,
-    RECURRENT,
-    STOCHASTIC,
-    WAYS,
-    ZOO,
-    Case,
-    WaveEnv,
-    assert_same,
-    discrete,
-    mlp,
-    module,
-)
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import Tensor, nn
@@ -61,7 +48,7 @@ def shuffled(steps: np.ndarray, seed: int) -> Schedule:
 class Play:
     """A policy, and what each lane sees at each time; carries the policy's state as the loop does."""
 
-    def __init__(self, policy: Any, env: WaveEnv, fast: bool = True, opaque: bool = False) -> None:
+    def __init__(self, policy: Any, env: zoo.WaveEnv, fast: bool = True, opaque: bool = False) -> None:
         rows, self.present = env.new_out_rows(), Rows({}, env.batch_size)
         for key in env.observation_keys:
             self.present.add(key, rows.tensors[key])
@@ -91,7 +78,8 @@ class Play:
                 for key in recorded:
                     columns[key][lanes, times] = outputs.flat(key)[lanes]
             seen = {key: self.seen[key] for key in self.seen if key not in columns}
-            runner.finish({**seen, **columns}, steps)
+            valid = steps if isinstance(steps, int) else torch.arange(STEPS) < torch.from_numpy(steps)[:, None]
+            runner.finish({**seen, **columns}, valid)
         return columns
 
     def _look(self, lanes: np.ndarray, times: np.ndarray, columns: dict[Key, Tensor]) -> None:
@@ -116,13 +104,13 @@ def assert_any_grouping_gives_the_same(play: Play, tolerance: float = 1e-5, rand
         found = play.columns(shuffled(steps, seed), steps, random)
         for lane, n in enumerate(steps):
             for key, column in found.items():
-                assert_same(column[lane, :n], wanted[key][lane, :n], tolerance, key)
+                zoo.assert_same(column[lane, :n], wanted[key][lane, :n], tolerance, key)
                 assert is_untouched(column[lane, n:], padding(tuple(column[lane, n:].shape), column.dtype)), key
 
 
-@pytest.mark.parametrize("case", ZOO.values(), ids=ZOO.keys())
-def test_every_policy(case: Case) -> None:
-    draws_by_itself = case in STOCHASTIC.values() and case.stages[-1] == "TensorDictStage"
+@pytest.mark.parametrize("case", zoo.ZOO.values(), ids=zoo.ZOO.keys())
+def test_every_policy(case: zoo.Case) -> None:
+    draws_by_itself = case in zoo.STOCHASTIC.values() and case.stages[-1] == "TensorDictStage"
     with set_exploration_type(ExplorationType.DETERMINISTIC if draws_by_itself else ExplorationType.RANDOM):
         play = Play(case.make(), case.env(lengths=[1] * LANES))
         assert_any_grouping_gives_the_same(play, case.tolerance)
@@ -130,8 +118,8 @@ def test_every_policy(case: Case) -> None:
 
 
 @pytest.mark.parametrize("way", ["slow", "trusted"])
-@pytest.mark.parametrize("case", DETERMINISTIC.values(), ids=DETERMINISTIC.keys())
-def test_policies_that_are_called_as_they_are(case: Case, way: str) -> None:
+@pytest.mark.parametrize("case", zoo.DETERMINISTIC.values(), ids=zoo.DETERMINISTIC.keys())
+def test_policies_that_are_called_as_they_are(case: zoo.Case, way: str) -> None:
     play = Play(case.make(), case.env(lengths=[1] * LANES), fast=way == "trusted", opaque=way == "trusted")
     assert_any_grouping_gives_the_same(play, case.tolerance)
     assert set(play.runner.stages) <= {"TorchStage", "TensorDictStage"}
@@ -139,26 +127,26 @@ def test_policies_that_are_called_as_they_are(case: Case, way: str) -> None:
 
 @pytest.mark.parametrize("name", ["categorical", "one-hot of tensordict", "normal", "tanh-normal between tensors"])
 def test_the_most_likely_action(name: str) -> None:
-    case = STOCHASTIC[name]
+    case = zoo.STOCHASTIC[name]
     with set_exploration_type(ExplorationType.DETERMINISTIC):
         assert_any_grouping_gives_the_same(Play(case.make(), case.env(lengths=[1] * LANES)), case.tolerance)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", zoo.WAYS)
 @pytest.mark.parametrize("convention", ["same", "next"])
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", zoo.RECURRENT)
 def test_recurrent_policies(name: str, convention: str, way: str) -> None:
     draws_by_itself = name == "sampling GRU" and way != "fast"
     with set_exploration_type(ExplorationType.MODE if draws_by_itself else ExplorationType.RANDOM):
-        env = WaveEnv(lengths=[1] * LANES)
-        play = Play(RECURRENT[name](convention), env, fast=way != "slow", opaque=way == "trusted")
+        env = zoo.WaveEnv(lengths=[1] * LANES)
+        play = Play(zoo.RECURRENT[name](convention), env, fast=way != "slow", opaque=way == "trusted")
         assert play.runner.state
         assert_any_grouping_gives_the_same(play)
 
 
 @pytest.mark.parametrize("name", ["categorical", "tanh-normal", "own forward", "module of a TensorDict"])
 def test_lanes_in_two_dimensions(name: str) -> None:
-    case = ZOO[name]
+    case = zoo.ZOO[name]
     with set_exploration_type(ExplorationType.RANDOM):
         play = Play(case.make(), case.env(lengths=[1] * LANES, batch_size=(2, 3)))
         assert_any_grouping_gives_the_same(play, case.tolerance)
@@ -167,7 +155,7 @@ def test_lanes_in_two_dimensions(name: str) -> None:
 @pytest.mark.parametrize("name", ["categorical", "normal", "composite"])
 def test_random_actions(name: str) -> None:
     """Drawn by RandomPolicy, and instead of a policy's own."""
-    case = STOCHASTIC[name]
+    case = zoo.STOCHASTIC[name]
     for policy, random in ((None, False), (case.make(), True)):
         play = Play(policy, case.env(lengths=[1] * LANES))
         assert_any_grouping_gives_the_same(play, random=random)
@@ -176,12 +164,13 @@ def test_random_actions(name: str) -> None:
 
 def test_an_observation_that_is_written_over_is_echoed_while_actions_are_random() -> None:
     policy = TensorDictSequential(
-        TensorDictModule(lambda x: x * 10, in_keys=["observation"], out_keys=["observation"]), module(mlp(CHOICES))
+        TensorDictModule(lambda x: x * 10, in_keys=["observation"], out_keys=["observation"]),
+        zoo.module(zoo.mlp(zoo.CHOICES)),
     )
     for random in (False, True):
-        play = Play(policy, WaveEnv(lengths=[1] * LANES))
+        play = Play(policy, zoo.WaveEnv(lengths=[1] * LANES))
         assert_any_grouping_gives_the_same(play, random=random)
-        assert_same(
+        zoo.assert_same(
             play.columns(all_together(), random=random)["observation"], play.seen["observation"] * 10 ** (not random)
         )
 
@@ -189,9 +178,11 @@ def test_an_observation_that_is_written_over_is_echoed_while_actions_are_random(
 @pytest.mark.parametrize("hidden", [300, 256])
 def test_a_wide_network(hidden: int) -> None:
     """Its products are done in blocks of outputs."""
-    net = nn.Sequential(mlp(hidden, nn.ReLU()), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, CHOICES))
+    net = nn.Sequential(
+        zoo.mlp(hidden, nn.ReLU()), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, zoo.CHOICES)
+    )
     with set_exploration_type(ExplorationType.RANDOM):
-        play = Play(discrete(net=net), WaveEnv(lengths=[1] * LANES))
+        play = Play(zoo.discrete(net=net), zoo.WaveEnv(lengths=[1] * LANES))
         assert_any_grouping_gives_the_same(play)
         assert play.runner.stages[0] == "MLPStage"
 
@@ -206,12 +197,12 @@ class Remembering(TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         calls = tensordict.get("_calls", None)
         tensordict["_calls"] = torch.full((*tensordict.batch_size, 1), 100.0) if calls is None else calls + 1
-        return tensordict.set("action", tensordict["observation"][..., :CHOICES] * 0 + tensordict["_calls"])
+        return tensordict.set("action", tensordict["observation"][..., : zoo.CHOICES] * 0 + tensordict["_calls"])
 
 
 def test_what_a_policy_keeps_to_itself_belongs_to_a_lane() -> None:
     def calls(schedule: Schedule, steps: int | np.ndarray) -> Tensor:
-        return Play(Remembering(), WaveEnv(lengths=[1] * LANES)).columns(schedule, steps)["action"][..., 0]
+        return Play(Remembering(), zoo.WaveEnv(lengths=[1] * LANES)).columns(schedule, steps)["action"][..., 0]
 
     wanted = 100.0 + torch.arange(STEPS).expand(LANES, STEPS)
     assert torch.equal(calls(all_together(), STEPS), wanted)
@@ -221,31 +212,15 @@ def test_what_a_policy_keeps_to_itself_belongs_to_a_lane() -> None:
 
 
 def test_what_a_policy_keeps_to_itself_outlives_the_slot() -> None:
-    play = Play(Remembering(), WaveEnv(lengths=[1] * LANES))
+    play = Play(Remembering(), zoo.WaveEnv(lengths=[1] * LANES))
     play.columns(shuffled(np.full(LANES, STEPS), 1))
     play.columns(all_together())
     found = play.columns(shuffled(np.full(LANES, STEPS), 2))["action"][..., 0]
     assert torch.equal(found, 100.0 + 2 * STEPS + torch.arange(STEPS).expand(LANES, STEPS))
 
 
-class Noisy(TensorDictModuleBase):
-    """Changes the action in place, as exploration does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.in_keys = self.out_keys = ["action"]
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        tensordict["features"].mul_(2)
-        tensordict["action"].add_(1000)
-        return tensordict
-
-
 def test_a_part_that_changes_in_place_what_others_wrote() -> None:
-    policy = TensorDictSequential(
-        module(mlp(8), "features"), module(mlp(CHOICES, inputs=8), "action", "features"), Noisy()
-    )
-    play = Play(policy, WaveEnv(lengths=[1] * LANES))
+    play = Play(zoo.noisy(), zoo.WaveEnv(lengths=[1] * LANES))
     assert_any_grouping_gives_the_same(play)
     assert play.runner.stages == ["MLPStage", "MLPStage", "TensorDictStage"]
     assert (play.columns(shuffled(np.full(LANES, STEPS), 0))["action"] > 900).all()
@@ -253,7 +228,7 @@ def test_a_part_that_changes_in_place_what_others_wrote() -> None:
 
 def test_parameters_that_no_distribution_can_have_are_found_in_valid_steps_alone() -> None:
     """`Play` leaves NaN behind the last step of each lane."""
-    play = Play(discrete(), WaveEnv(lengths=[1] * LANES))
+    play = Play(zoo.discrete(), zoo.WaveEnv(lengths=[1] * LANES))
     steps = np.array([7, 3, 5, 7, 1, 6])
     with set_exploration_type(ExplorationType.RANDOM):
         play.columns(shuffled(steps, 0), steps)
@@ -268,9 +243,9 @@ def test_an_error_names_lanes_and_steps() -> None:
     def fail(observation: Tensor) -> Tensor:
         if len(observation) == 2:
             raise RuntimeError("no")
-        return observation[..., :CHOICES]
+        return observation[..., : zoo.CHOICES]
 
-    play = Play(fail, WaveEnv(lengths=[1] * LANES))
+    play = Play(fail, zoo.WaveEnv(lengths=[1] * LANES))
     play.runner.begin(STEPS, None)
     with pytest.raises(RuntimeError) as caught:
         play.runner.act_on(np.array([4, 1]), np.array([0, 3]))

@@ -1,0 +1,1 @@
+"""Benchmarks of inference servers: one policy, more and more clients."""

@@ -1,0 +1,269 @@
+"""One forward for many requests: their rows are put together, the policy is called once, the answers taken apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import InteractionType, ProbabilisticTensorDictModule, TensorDictModule
+from torch import Tensor, nn
+
+from swath.entries import trusted
+from swath.envs.base import EnvBase
+from swath.envs.rows import Rows
+from swath.errors import RowCountError
+from swath.keys import Key, as_key
+from swath.modules.exploration import exploring_here
+from swath.modules.mlp import MLPStage, flatten
+from swath.modules.parts import parts_of
+from swath.modules.plan import Planner, signature_of
+from swath.modules.probe import Probe
+from swath.modules.sampling import SamplingStage
+from swath.modules.stages import Stage, ask
+from swath.runtime.columns import Columns, Leaf, array_of
+
+AHEAD = 64
+"""For how many forwards noise is drawn at a time, where it is drawn ahead."""
+ONE_STEP = (slice(None), slice(1))
+
+Leaves = tuple[tuple[Key, Leaf], ...]
+"""Entries in order: key, and shape and dtype of one row."""
+
+
+class RequestLayout:
+    """What a request looks like: its entries, and its batch size, which may be anything, also `()`.
+
+    Attributes:
+        leaves: its entries.
+        batch_size: of its TensorDict.
+        rows: how many rows it has in a forward.
+        group: what all layouts of the same entries share, in a server that has seen them.
+    """
+
+    __slots__ = ("batch_size", "group", "leaves", "rows")
+
+    def __init__(self, leaves: Leaves, batch_size: tuple[int, ...]) -> None:
+        """Of no group yet."""
+        self.leaves, self.batch_size = leaves, batch_size
+        self.rows = math.prod(batch_size)
+        self.group: object = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Groups are of one server."""
+        return RequestLayout, (self.leaves, self.batch_size)
+
+
+def entries_of(tensordict: TensorDictBase, keys: Sequence[Key] | None) -> dict[Key, Tensor]:
+    """The tensors that a request is made of: those under `keys` that are there, or all."""
+    if keys is None:
+        return {as_key(key): v for key, v in tensordict.items(True, True) if isinstance(v, Tensor)}
+    found: dict[Key, Tensor] = {}
+    for key in keys:
+        value = tensordict.get(key, None)
+        if isinstance(value, Tensor):
+            found[key] = value
+        elif isinstance(value, TensorDictBase):
+            found.update({as_key((key, name)): inner for name, inner in entries_of(value, None).items()})
+    return found
+
+
+def look_of(entries: dict[Key, Tensor], batch_size: torch.Size) -> tuple[Any, ...]:
+    """What tells requests of different layouts apart, quickly."""
+    return (batch_size, *entries, *[v.shape for v in entries.values()], *[v.dtype for v in entries.values()])
+
+
+def layout_of(entries: dict[Key, Tensor], batch_size: torch.Size) -> RequestLayout:
+    """The layout of a request."""
+    dims = len(batch_size)
+    return RequestLayout(tuple((key, Leaf.of(value, dims)) for key, value in entries.items()), tuple(batch_size))
+
+
+def arrays_of(entries: dict[Key, Tensor], layout: RequestLayout) -> list[np.ndarray]:
+    """The entries as arrays `[rows, ...]`; for a batch size of `()`, of one row without its dimension."""
+    arrays = [_array(value) for value in entries.values()]
+    if len(layout.batch_size) > 1:
+        rows = layout.rows
+        arrays = [a.reshape(rows, *leaf.shape) for a, (_, leaf) in zip(arrays, layout.leaves, strict=True)]
+    return arrays
+
+
+def _array(value: Tensor) -> np.ndarray:
+    """Without `detach` where it is not needed: that lets the interpreter's lock go, and so wakes other threads."""
+    try:
+        return value.numpy()
+    except (RuntimeError, TypeError):  # it has a gradient, lies elsewhere, or is of a type that numpy does not know
+        return array_of(value.detach().cpu())
+
+
+class Rowed(Protocol):
+    """A request, as a forward sees it."""
+
+    arrays: list[np.ndarray]
+    layout: RequestLayout
+    rows: int
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a forward has written, for the rows of all its requests one after the other."""
+
+    leaves: Leaves
+    """The very same object for as long as forwards write the same."""
+    arrays: list[np.ndarray]
+    """Of these alone: nobody writes to them again."""
+
+
+class Forward:
+    """A policy for requests of the same entries and the same exploration type.
+
+    Small networks and known distributions run as stages on rows, as they do in a collector; whatever else the policy
+    is, it is called with a TensorDict `[rows]`.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        leaves: Leaves,
+        kind: InteractionType | None,
+        device: torch.device | None,
+        version_key: Key | None,
+        generator: torch.Generator | None,
+    ) -> None:
+        """Call `policy`, which lies on `device`, with rows of `leaves`; noise that is drawn ahead is of `generator`."""
+        self._policy, self._kind, self._device, self._generator = policy, kind, device, generator
+        self._leaves, self._version_key = dict(leaves), version_key
+        self._out_keys = {as_key(key) for key in getattr(policy, "out_keys", None) or ()}
+        self._capacity = 0
+        self._columns = Columns(self._leaves, (0,))
+        self._arrays: list[np.ndarray] = []
+        self._outputs = Rows({})
+        self._stages: list[Stage] | None = None
+        self._visible: list[Key] = []
+        self._may_plan = _is_small(policy) and (device is None or device.type == "cpu")
+        self._signature: tuple[Any, ...] = ()
+        self._time = AHEAD
+        self._described: Leaves = ()
+        self._ranges: dict[int, np.ndarray] = {}
+
+    def renew(self) -> None:
+        """The policy has other weights, or was changed in another way: fetch anew what was taken from it."""
+        self._time = AHEAD
+        if self._stages is not None and signature_of(self._policy)[1:] != self._signature:
+            self._stages, self._may_plan = None, _is_small(self._policy)
+
+    def run(self, requests: Sequence[Rowed], version: int) -> Outputs:
+        """Call the policy once, with the rows of all `requests`."""
+        count = 0
+        for request in requests:
+            count += request.rows
+        if count > self._capacity:
+            self._make_room(count)
+        at = 0
+        for request in requests:
+            if request.layout.batch_size:
+                stop = at + request.rows
+                for target, array in zip(self._arrays, request.arrays, strict=True):
+                    target[at:stop] = array
+                at = stop
+            else:
+                for target, array in zip(self._arrays, request.arrays, strict=True):
+                    target[at] = array
+                at += 1
+        with nullcontext() if self._kind is None else exploring_here(self._kind):
+            written = self._run_module(count) if self._stages is None else self._run_stages(self._stages, count)
+            if self._may_plan and self._stages is None:
+                self._plan()
+        if self._version_key is not None:
+            written[self._version_key] = np.full(count, version, np.int64), torch.int64
+        return Outputs(self._describe(written), [array for array, _ in written.values()])
+
+    def _make_room(self, count: int) -> None:
+        self._capacity = 1 << (count - 1).bit_length()
+        self._columns = Columns(self._leaves, (self._capacity,))
+        self._arrays = [array_of(tensor) for tensor in self._columns.tensors.values()]
+        self._stages = None
+
+    def _describe(self, written: dict[Key, tuple[np.ndarray, torch.dtype]]) -> Leaves:
+        described = tuple((key, Leaf(array.shape[1:], dtype)) for key, (array, dtype) in written.items())
+        if described != self._described:
+            self._described = described
+        return self._described
+
+    # -- the general way ---------------------------------------------------------------------------------------
+
+    def _run_module(self, count: int) -> dict[Key, tuple[np.ndarray, torch.dtype]]:
+        inputs = {key: tensor[:count].clone().to(self._device) for key, tensor in self._columns.tensors.items()}
+        answer = ask(self._policy, trusted(inputs, (count,), self._device))
+        written: dict[Key, tuple[np.ndarray, torch.dtype]] = {}
+        for name, value in answer.items(True, True):
+            key = as_key(name)
+            if not isinstance(value, Tensor) or (value is inputs.get(key) and key not in self._out_keys):
+                continue
+            if not value.ndim or len(value) != count:
+                raise RowCountError(
+                    f"The policy was asked for {count} rows and wrote {key!r} of shape {tuple(value.shape)}: its "
+                    "answer must have a row for each row of the request, in the same order."
+                )
+            written[key] = array_of(value.detach().to("cpu", copy=True)), value.dtype
+        return written
+
+    # -- stages ------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        """Find out whether stages can do what the policy does."""
+        inputs, self._outputs = Rows.over(self._columns), Rows({}, (self._capacity,))
+        probe = Probe(self._policy, cast(EnvBase, _Asking(self._leaves)), inputs, None)
+        for key, value in probe.written.items():
+            self._outputs.add(key, value)
+        stages = Planner(probe, inputs, self._outputs, None, True, False).plan(self._policy)
+        if all(isinstance(stage, MLPStage | SamplingStage) for stage in stages):
+            self._stages, self._visible, self._time = stages, probe.visible, AHEAD
+            self._signature = signature_of(self._policy)[1:]  # without the exploration type, which is ours
+        else:
+            self._may_plan = False
+
+    def _run_stages(self, stages: list[Stage], count: int) -> dict[Key, tuple[np.ndarray, torch.dtype]]:
+        if self._time == AHEAD:
+            self._time = 0
+            for stage in stages:
+                stage.begin(AHEAD, self._generator)
+        if count not in self._ranges:
+            self._ranges[count] = np.arange(count)
+        lanes = self._ranges[count]
+        times = np.full(count, self._time)
+        self._time += 1
+        for stage in stages:
+            stage.run_on(lanes, times)
+        for stage in stages:
+            if isinstance(stage, SamplingStage):
+                columns = {key: tensor[:count].unsqueeze(1) for key, tensor in self._outputs.tensors.items()}
+                stage.finish(columns, ONE_STEP)
+        tensors, arrays = self._outputs.tensors, self._outputs.arrays
+        return {key: (arrays[key][:count].copy(), tensors[key].dtype) for key in self._visible}
+
+
+class _Asking:
+    """What a `Probe` must know of an env, where there is none: all that is sent may be read, nothing must be done."""
+
+    def __init__(self, leaves: dict[Key, Leaf]) -> None:
+        self.observation_keys = list(leaves)
+        self.action_keys: list[Key] = []
+
+    def __repr__(self) -> str:
+        return "the requests of an InferenceServer"
+
+
+def _is_small(policy: Any) -> bool:
+    """Whether `policy` is made of linear layers, activations and distributions only: nobody counts its calls."""
+    parts = parts_of(policy)
+    return parts is not None and all(
+        isinstance(part, ProbabilisticTensorDictModule)
+        or (isinstance(part, TensorDictModule) and isinstance(part.module, nn.Module) and flatten(part.module))
+        for part in parts
+    )
