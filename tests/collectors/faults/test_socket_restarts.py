@@ -6,6 +6,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Iterator
+from multiprocessing import resource_sharer
 from typing import Any
 
 import pytest
@@ -77,6 +78,10 @@ def _release() -> Iterator[None]:
     RELEASED.set()
     until(lambda: threading.active_count() <= threads, 5)
     gc.collect()  # what a thread that has hung held
+    untaken = resource_sharer._resource_sharer._cache  # memory that was sent to a worker which died before it took it
+    while untaken:
+        _, close = untaken.popitem()[1]
+        close()
 
 
 @over([SOCKET_SYNC])
