@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from swath.envs.env_layout import JoinedEnv
+from swath.envs.env_layout import EnvLayout, JoinedEnv
 from swath.envs.parallel_worker import BEGIN, STEP, STEP_AND_BEGIN
 from swath.errors import wrong_shape
 from swath.keys import DONE, ENV_INDEX, FLAGS, IS_INIT, NEXT, TERMINATED, TRUNCATED, Key, nest
@@ -26,8 +26,17 @@ class AsyncCalls(JoinedEnv):
     A result that was not asked for is kept. Results are sorted by env, and `env_index` says which they are of.
     """
 
-    num_envs: int
-    lanes_per_env: int
+    def __init__(self, layouts: Sequence[EnvLayout], device: torch.device | str | None) -> None:
+        super().__init__(layouts, device)
+        self.num_envs = len(layouts)
+        self.lanes_per_env = self.num_lanes // self.num_envs
+        self._lanes = np.arange(self.num_lanes).reshape(self.num_envs, -1)
+        self._sent: dict[int, TensorDictBase] = {}
+        """What was sent for each env."""
+
+    def lanes_of(self, envs: Sequence[int]) -> np.ndarray:
+        """The lanes of `envs`, in their order."""
+        return self._lanes[envs].reshape(-1)
 
     # -- what a pool gives -------------------------------------------------------------------------------------
 
@@ -44,10 +53,6 @@ class AsyncCalls(JoinedEnv):
     @abstractmethod
     def _begun(self, envs: Sequence[int]) -> list[int]:
         """Those of `envs` that have begun anew, and not stepped."""
-
-    @abstractmethod
-    def lanes_of(self, envs: Sequence[int]) -> np.ndarray:
-        """The lanes of `envs`, in their order."""
 
     # -- in the manner of EnvPool ------------------------------------------------------------------------------
 
@@ -150,11 +155,6 @@ class AsyncCalls(JoinedEnv):
         self._sent.update({env: sent[row] for row, env in enumerate(envs)})
 
     # -- helpers -----------------------------------------------------------------------------------------------
-
-    @property
-    def _sent(self) -> dict[int, TensorDictBase]:
-        """What was sent for each env."""
-        return self.__dict__.setdefault("_sent_for", {})  # type: ignore[no-any-return]
 
     def _envs(self, given: EnvIds, tensordict: TensorDictBase | None) -> list[int]:
         """The envs that are meant, each once."""

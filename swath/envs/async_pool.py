@@ -27,8 +27,9 @@ from swath.envs.async_calls import AsyncCalls
 from swath.envs.async_worker import EnvRows, SeedEach
 from swath.envs.base import SURFACE
 from swath.envs.eager_reset import EagerResets, eager_leaves
-from swath.envs.env_layout import EnvLayout, as_seconds, must_be_count, must_be_on_cpu, one_each
-from swath.envs.env_workers import LAST_S, Backend, EnvWorkers
+from swath.envs.env_layout import EnvLayout, as_seconds, must_be_count, must_be_on_cpu, must_differ, one_each
+from swath.envs.env_supervisor import LAST_S
+from swath.envs.env_workers import Backend, EnvWorkers
 from swath.envs.parallel_worker import BEGIN, MARKS, STEP, STEP_AND_BEGIN, STEP_AND_CUT, CallEach, Get
 from swath.envs.rows import Leaf, Rows, rows_of
 from swath.envs.serial import EnvFactory
@@ -145,11 +146,7 @@ class AsyncEnvPool(AsyncCalls):
             made = self._workers.start()
             layouts = [layout for each in made for layout in each.layouts]
             simulators = [simulator for each in made for simulator in each.simulators]
-            if len(set(simulators)) < len(simulators):
-                raise ValueError(
-                    "The same env was given twice; each env needs its own. Build it inside the factory, as in "
-                    "AsyncEnvPool([lambda: GymEnv('CartPole-v1')] * 4)."
-                )
+            must_differ(simulators, "AsyncEnvPool([lambda: GymEnv('CartPole-v1')] * 4)")
             must_be_on_cpu("AsyncEnvPool", layouts)
             self._take_layout(layouts, device)
         except BaseException:
@@ -158,10 +155,7 @@ class AsyncEnvPool(AsyncCalls):
 
     def _take_layout(self, layouts: list[EnvLayout], device: torch.device | str | None) -> None:
         super().__init__(layouts, device)
-        self.num_envs = len(layouts)
-        self.lanes_per_env = self.num_lanes // self.num_envs
-        self._lanes = np.arange(self.num_lanes).reshape(self.num_envs, -1)
-        self._workers.pool.name = repr(self)
+        self._workers.name = repr(self)
         self._workers.seeds_of_replacement = self._seeds_of_replacement
         self._calls = [""] * self.num_envs
         """As part of which call each env was ordered last."""
@@ -221,10 +215,6 @@ class AsyncEnvPool(AsyncCalls):
         return self._workers.pool.restarts
 
     # -- as they become ready: for whoever collects ----------------------------------------------------------------
-
-    def lanes_of(self, envs: Sequence[int]) -> np.ndarray:
-        """The lanes of `envs`, in their order."""
-        return self._lanes[envs].reshape(-1)
 
     @property
     def idle_envs(self) -> list[int]:

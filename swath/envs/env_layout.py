@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,9 +110,9 @@ def as_seconds(name: str, given: Any) -> float:
     return float(given)
 
 
-def must_differ(simulators: Sequence[Any], cure: str) -> None:
-    """Refuse to make several lanes of one simulator."""
-    if len({id(simulator) for simulator in simulators}) < len(simulators):
+def must_differ(simulators: Sequence[Hashable], cure: str) -> None:
+    """Refuse to make several lanes of one simulator; each is told by what identifies it."""
+    if len(set(simulators)) < len(simulators):
         raise ValueError(
             f"The same env was given twice; each lane needs its own. Build the env inside the factory, as in {cure}."
         )

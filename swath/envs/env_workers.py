@@ -15,11 +15,11 @@ import torch
 
 from swath.envs.async_worker import OUTCOMES, AsyncEnvTask, EnvRows, EnvsMade, ForEnv, OrderBoard
 from swath.envs.eager_reset import READY
+from swath.envs.env_supervisor import EnvSupervisor
 from swath.envs.parallel_worker import BEGIN, FAILED, EnvFailure, GetFailure
 from swath.envs.registry import Registered
 from swath.envs.rows import Leaf
 from swath.envs.serial import EnvFactory
-from swath.errors import ClosedError
 from swath.keys import RESET, TERMINATED, TRUNCATED
 from swath.runtime import Event
 from swath.runtime.columns import Columns
@@ -29,13 +29,11 @@ from swath.runtime.processes import ProcessCarrier
 from swath.runtime.threads import ThreadCarrier
 
 Backend = Literal["threading", "multiprocessing"]
-LAST_S = 1.0
-"""How long the others may take to end when one has failed for good."""
 WATCH_S = 0.05
 """How often workers are looked after while results keep coming."""
 
 
-class EnvWorkers:
+class EnvWorkers(EnvSupervisor):
     """Threads or processes that step envs, and which of these are in flight."""
 
     def __init__(
@@ -52,10 +50,7 @@ class EnvWorkers:
     ) -> None:
         """Begin without workers."""
         count = len(factories)
-        per_worker = 1 if backend == "threading" else per_worker
-        self.count = count
-        self.shares = [range(first, min(first + per_worker, count)) for first in range(0, count, per_worker)]
-        """The envs of each worker."""
+        super().__init__(count, 1 if backend == "threading" else per_worker)
         self.worker_of = [worker for worker, share in enumerate(self.shares) for _ in share]
         self.rows: EnvRows | None = None
         self.seeds_of_replacement: Callable[[range], list[list[int]] | None] = lambda share: None
@@ -73,8 +68,6 @@ class EnvWorkers:
         self._ready = IdQueue()
         self._failed: deque[int] = deque()
         self._watched_at = 0.0
-        self._owner = os.getpid()
-        self.is_closed = False
         self._boards: list[OrderBoard] = []
         if backend == "threading":
             threads_of = self._thread_carrier = ThreadCarrier(len(self.shares))
@@ -144,10 +137,6 @@ class EnvWorkers:
             return f"making {self._place(self.shares[index])}"
         stepped = [env for env in self.shares[index] if self.in_flight[env]]
         return f"stepping {self._place(stepped)}" if stepped else f"waiting with {self._place(self.shares[index])}"
-
-    def _place(self, envs: Sequence[int]) -> str:
-        names = ", ".join(map(str, envs[:8])) + (" ..." if len(envs) > 8 else "")
-        return f"env{'s' if len(envs) > 1 else ''} {names} of {self.pool.name}"
 
     # -- orders and results ------------------------------------------------------------------------------------
 
@@ -223,13 +212,6 @@ class EnvWorkers:
                 self.pool.fail(worker, error)
                 self.lost_steps += 1
 
-    def _error(self, worker: int, answer: EnvFailure) -> BaseException:
-        envs = self.shares[worker] if answer.env is None else [self.shares[worker][answer.env]]
-        return answer.failure.error(
-            f"Raised in worker {worker} (pid {self._carrier.pid(worker)}), in {self._place(envs)}. Lanes are counted "
-            "from 0 there."
-        )
-
     def settle(self, envs: Sequence[int] | None = None) -> None:
         """Wait until `envs`, or all, have landed."""
         self.must_be_open()
@@ -238,36 +220,11 @@ class EnvWorkers:
     def ask(self, requests: dict[int, object], what: str) -> list[Any]:
         """What workers answer, in order; when everything has landed."""
         self.settle()
-        answers = self._guarded(lambda: self.pool.ask(requests, what))
-        for worker, answer in sorted(answers.items()):
-            if isinstance(answer, EnvFailure):
-                raise self._error(worker, answer)
-        return [answers[worker] for worker in sorted(answers)]
+        return self._answers(requests, what)
 
     def ask_all(self, request: object, what: str) -> list[Any]:
         """The same request for all."""
         return self.ask(dict.fromkeys(self.pool.indices, request), what)
-
-    def must_be_open(self) -> None:
-        """Raise if there is nothing more to be had."""
-        if self._owner != os.getpid():
-            raise ClosedError(f"{self.pool.name} belongs to the process that has made it; make a new one in this one.")
-        if self.is_closed:
-            raise ClosedError(f"{self.pool.name} is closed; make a new one.")
-
-    def _guarded(self, do: Callable[[], Any]) -> Any:
-        """After a failure that is not mended there is nothing left."""
-        try:
-            return do()
-        except BaseException:
-            if self.pool.failure is not None:
-                self.close(LAST_S)
-            raise
-
-    @property
-    def pids(self) -> list[int]:
-        """The process ids of the workers."""
-        return sorted({self._carrier.pid(index) for index in self.pool.indices})
 
     def close(self, timeout_s: float) -> None:
         """End all workers. May be called again, and does nothing in a fork of our process."""

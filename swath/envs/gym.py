@@ -152,7 +152,7 @@ def _make(env: Any, num_envs: int, kwargs: dict[str, Any], from_pixels: bool) ->
     if num_envs > 1 and isinstance(env, gym.Env):
         raise ValueError(f"num_envs={num_envs} needs a name or a factory: one instance cannot be {num_envs} envs.")
     envs = make_all([lambda: first, *[make] * (num_envs - 1)])
-    must_differ([single.unwrapped for single in envs], "lambda: gymnasium.make(...)")
+    must_differ([id(single.unwrapped) for single in envs], "lambda: gymnasium.make(...)")
     return envs
 
 

@@ -32,7 +32,8 @@ import torch
 
 from swath.envs.eager_reset import EagerResets, eager_leaves
 from swath.envs.env_layout import EnvLayout, JoinedEnv, as_seconds, must_be_count, must_be_on_cpu, one_each
-from swath.envs.env_rounds import LAST_S, EnvRounds
+from swath.envs.env_rounds import EnvRounds
+from swath.envs.env_supervisor import LAST_S
 from swath.envs.parallel_worker import (
     BEGIN,
     FINISHED,

@@ -39,7 +39,7 @@ class SerialEnv(JoinedEnv):
         factories = one_each("create_env_fn", create_env_fn, num_workers)
         kwargs = one_each("create_env_kwargs", create_env_kwargs or {}, num_workers)
         self.envs = make_all([partial(as_env, f, k) for f, k in zip(factories, kwargs, strict=True)])
-        must_differ(self.simulators, "SerialEnv(4, lambda: GymEnv('CartPole-v1'))")
+        must_differ(list(map(id, self.simulators)), "SerialEnv(4, lambda: GymEnv('CartPole-v1'))")
         super().__init__([EnvLayout.of(env) for env in self.envs], device)
         self._lanes: GymLanes | EnvLanes = _merged(self.envs) or EnvLanes(self.envs)
 

@@ -18,10 +18,10 @@ from swath.errors import ChannelClosedError
 from swath.runtime.board import Board
 from swath.runtime.carrier import Ended, Message, News, Stop, Task
 from swath.runtime.local import LocalCarrier, LocalLink
+from swath.runtime.processes import SHUTDOWN_S
 from swath.runtime.rounds import Event
 from swath.runtime.session import Session
 
-SHUTDOWN_S = 4.0
 KILLED = -9
 
 
