@@ -3,11 +3,19 @@
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 from tensordict.nn import set_interaction_type
 
 pytest_plugins = ["pytester"]
+
+# The same cases each time; `--hypothesis-profile explore` looks for others. To explain a failure hypothesis traces all
+# lines, which takes longer than a test may.
+PHASES = [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain]
+hypothesis.settings.register_profile("explore", phases=PHASES)
+hypothesis.settings.register_profile("same", phases=PHASES, derandomize=True)
+hypothesis.settings.load_profile("same")
 
 # A shell that runs tests in the background has told them, and all that they start, to ignore Ctrl-C; some send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -51,8 +51,7 @@ class Collector(Reflection, BaseCollector):
             check=_check_single if config.track_policy_version is True else None,
         )
         rows, unit = math.prod(self.engine.batch_size), self.engine.unit
-        frames, total = (-(-asked // unit) * unit for asked in (config.frames_per_batch, config.total_frames))
-        self.frames_per_batch = frames // rows
+        self.frames_per_batch = -(-config.frames_per_batch // unit) * unit // rows
         """Steps in a batch: every lane makes so many."""
         self._roster = Roster(config, lambda: None, self.engine)
         carrier = LocalCarrier(1, FIELDS)
@@ -62,7 +61,7 @@ class Collector(Reflection, BaseCollector):
         assert isinstance(layout, BatchLayout)
         publisher = self._roster.publisher = Publisher(carrier)
         terms = Terms.of(config, layout, {0: self.frames_per_batch}, publisher)
-        self._delivery = Barrier(self._pool, terms, FrameBudget(total if config.total_frames > 0 else -1, rows))
+        self._delivery = Barrier(self._pool, terms, FrameBudget(config.total_frames, rows, unit))
         self._roster.watch(self._pool, self._delivery)
         self._weights = InPlaceWeights(self._pool, publisher, self.engine, worker or 0)
         self._owes_closing = False

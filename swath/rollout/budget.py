@@ -9,11 +9,13 @@ class FrameBudget:
     Exact: what is collected is `total`, rounded up only to whole steps of all lanes.
     """
 
-    def __init__(self, total: int, lanes: int) -> None:
+    def __init__(self, total: int, lanes: int, unit: int = 1) -> None:
         self.total = total
         self.spent = 0
         self.lanes = lanes
-        """Frames in a step: the smallest number that can be collected at a time."""
+        """Frames in a step."""
+        self.unit = unit
+        """The smallest number that can be collected at a time, where a step is less."""
 
     @property
     def is_endless(self) -> bool:
@@ -29,7 +31,8 @@ class FrameBudget:
         """How many of `wanted` steps, of all lanes or so many, may still be made; `begun` frames are under way."""
         if self.is_endless:
             return wanted
-        return min(wanted, max(0, -(-(self.total - self.spent - begun) // (lanes or self.lanes))))
+        left = -(-(self.total - self.spent - begun) // self.unit) * self.unit
+        return min(wanted, max(0, -(-left // (lanes or self.lanes))))
 
     def spend(self, frames: int) -> None:
         """Count `frames` as collected."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +16,6 @@ from swath.data import LazyTensorStorage, ReplayBuffer, Storage
 
 WAIT_S = 60.0
 """How long a test waits for what must come."""
-FORK = multiprocessing.get_context("fork")
 
 
 def frames(numbers: Iterable[int], width: int = 2, episode: int = 5) -> TensorDict:
@@ -110,26 +107,3 @@ class Feeder:
             self.asked.clear()
             assert self.asked.wait(WAIT_S)
         assert not sampling.done()
-
-
-# -- processes -------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def child(target: Callable[..., None], *args: Any, context: Any = FORK) -> Iterator[tuple[Any, Any]]:
-    """A process that runs `target(pipe, *args)`, and our end of the pipe; it never outlives the context."""
-    ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, *args), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield process, ours
-    finally:
-        process.kill()
-        process.join(WAIT_S)
-        ours.close()
-
-
-def hear(pipe: Any) -> Any:
-    assert pipe.poll(WAIT_S), "the other process said nothing"
-    return pipe.recv()

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from buffer_tools import WAIT_S, buffer_of, check, child, frames, hear, lose, seeded
+from buffer_tools import WAIT_S, buffer_of, check, frames, lose, seeded
+from children import child, hear
 from tensordict import TensorDict
 
 from swath.data import (
@@ -120,7 +121,7 @@ def test_a_new_process_goes_on_as_this_one_does(tmp_path: Path) -> None:
         fill(buffer, WRITTEN[case[2]])
         buffer.dumps(tmp_path / str(at))
         expected.append(go_on(buffer))
-    code = "import sys, test_checkpoints as t; t.go_on_in_a_new_process(sys.argv[1])"
+    code = "import sys; sys.path.append('..'); import test_checkpoints as t; t.go_on_in_a_new_process(sys.argv[1])"
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parent, capture_output=True, text=True
     )

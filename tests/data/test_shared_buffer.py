@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from buffer_tools import FORK, WAIT_S, buffer_of, check, child, hear, seeded
+from buffer_tools import WAIT_S, buffer_of, check, seeded
 from buffer_tools import large_frames as frames
+from children import FORK, child, hear
 from tensordict import TensorDict
 
 import swath.data.ledger

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from children import is_gone
 from space_zoo import UnmergedGymEnv
 
 from swath.collectors import Collector
@@ -33,13 +34,6 @@ def faulty(which: int, count: int = 4, **options: Any) -> list[Any]:
     return [
         partial(FaultyGymEnv, lane=i, **options) if i == which else partial(CountingGymEnv, i) for i in range(count)
     ]
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def all_gone(pids: list[int], within_s: float) -> bool:

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,13 +105,6 @@ def within(seconds: float) -> Iterator[None]:
 
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 # -- what other processes do -----------------------------------------------------------------------------------------

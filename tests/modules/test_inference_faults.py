@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from children import is_gone
 from inference_tools import (
     WAIT_S,
     Doubling,
@@ -24,7 +25,6 @@ from inference_tools import (
     ask_forever,
     factor_policy,
     is_answered,
-    is_gone,
     open_descriptors,
     until,
     within,

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from jobs import is_gone, until
+from children import is_gone
+from jobs import until
 
 from swath.runtime.process import start
 from swath.runtime.processes import ProcessCarrier

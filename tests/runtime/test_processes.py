@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import Doing, hear, is_gone, server, sleep, sleep_deaf, until
+from children import is_gone
+from jobs import Doing, hear, server, sleep, sleep_deaf, until
 
 from swath.runtime import Failure, MemoryBlock
 from swath.runtime.board import Board

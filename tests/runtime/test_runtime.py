@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import signal
@@ -11,39 +10,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from children import child, hear
 from jobs import until
 
 from swath.runtime import Block, FileBlock, MemoryBlock, ProcessLock, is_alive, own_birth
 from swath.runtime.liveness import birth_of
 from swath.runtime.memory import PAGE, page_aligned
 
-FORK = multiprocessing.get_context("fork")
 WAIT_S = 30.0
-
-
-@contextlib.contextmanager
-def child(target: Callable[..., None], *args: Any) -> Iterator[tuple[Any, Any]]:
-    """A forked process that runs `target(pipe, *args)`, and our end of the pipe; it never outlives the context."""
-    ours, theirs = FORK.Pipe()
-    process = FORK.Process(target=target, args=(theirs, *args))
-    process.start()
-    theirs.close()
-    try:
-        yield process, ours
-    finally:
-        process.kill()
-        process.join(WAIT_S)
-        ours.close()
-
-
-def hear(pipe: Any) -> Any:
-    assert pipe.poll(WAIT_S), "the other process said nothing"
-    return pipe.recv()
 
 
 def open_descriptors() -> set[str]:

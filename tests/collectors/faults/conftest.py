@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from children import is_gone
 from common import until
-from fault_tools import build, descendants, is_gone, memory_names, open_descriptors
+from fault_tools import build, descendants, memory_names, open_descriptors
 from inside import server_pids
 from kinds import SYNC, Kind, Make
 

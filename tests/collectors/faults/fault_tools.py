@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import torch
+from children import is_gone
 from common import WAIT_S, buffer, net, steps_of, until
 from inside import stop_waiting_after
 from kinds import ASYNC, FALLIBLE, SINGLE, STARTED, SYNC, Kind
@@ -45,14 +46,6 @@ def within(seconds: float) -> Iterator[None]:
 
 
 # -- processes -----------------------------------------------------------------------------------------------------
-
-
-def is_gone(pid: int) -> bool:
-    """Whether there is no such process, or only what is left of it until its parent looks."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def is_stopped(pid: int) -> bool:
@@ -213,7 +206,7 @@ sys.path[:0] = {here!r}
 import fault_tools
 globals().update(vars(fault_tools))
 """
-HERE = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+HERE = [str(Path(__file__).parents[above]) for above in range(3)]
 
 
 class Program:

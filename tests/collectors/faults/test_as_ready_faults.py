@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from children import is_gone
 from common import EPISODE, STEP, until
-from fault_tools import DEATHS, DeedEnv, Program, doing, exit_at_once, is_gone, signal_itself, within
+from fault_tools import DEATHS, DeedEnv, Program, doing, exit_at_once, signal_itself, within
 from inside import WorkerDiedError
 from kinds import AS_READY_PAIR, Make, over
 from tensordict import TensorDictBase

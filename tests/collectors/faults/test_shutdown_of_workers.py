@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from children import is_gone
 from common import buffer, net, steps_of, until
 from fault_tools import (
     LONG,
@@ -20,7 +21,6 @@ from fault_tools import (
     build,
     doing,
     end,
-    is_gone,
     is_stopped,
     open_descriptors,
     sleep_deaf,

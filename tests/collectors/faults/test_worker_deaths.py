@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from children import is_gone
 from common import buffer, net, steps_of, until
 from fault_tools import (
     DEATHS,
@@ -18,7 +19,6 @@ from fault_tools import (
     advance_until_it_raises,
     doing,
     end,
-    is_gone,
     is_stopped,
     signal_itself,
     sleep_long,

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from children import is_gone
 from common import buffer, net, until
-from fault_tools import advance, advance_until_it_raises, build, doing, is_gone, told, within
+from fault_tools import advance, advance_until_it_raises, build, doing, told, within
 from inside import RemoteTraceback, WorkerDiedError, WorkerError
 from kinds import ALL_FALLIBLE, ASYNC, SPREAD, STARTED, SYNC, Kind, Make, over
 from tensordict import TensorDictBase

@@ -1,0 +1,45 @@
+"""Processes that a test starts by itself, and what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+FORK = multiprocessing.get_context("fork")
+ANSWER_S = 30.0
+"""How long a process may take to say something, or to end."""
+
+
+@contextlib.contextmanager
+def child(target: Callable[..., None], *args: Any, context: Any = FORK) -> Iterator[tuple[Any, Any]]:
+    """A process that runs `target(pipe, *args)`, and our end of the pipe; it never outlives the context."""
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.join(ANSWER_S)
+        ours.close()
+
+
+def hear(pipe: Any) -> Any:
+    assert pipe.poll(ANSWER_S), "the other process said nothing"
+    return pipe.recv()
+
+
+def is_gone(pid: int) -> bool:
+    """Whether there is no such process, or only what is left of it until its parent looks.
+
+    One whose main thread has ended holds its files until the others have ended, too.
+    """
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state == "Z" and len(list(Path(f"/proc/{pid}/task").iterdir())) == 1
+    except OSError:
+        return True
