@@ -46,6 +46,14 @@ class Board:
         """Steps since the last report."""
         return int(self._numbers[index, STEPS] - self._numbers[index, REPORTED])
 
+    def numbers(self, index: int) -> tuple[float, ...]:
+        """All that stands there for a worker, for a board elsewhere to `show`."""
+        return tuple(self._numbers[index].tolist())
+
+    def show(self, index: int, numbers: Sequence[float]) -> None:
+        """Write down what stands on a worker's board elsewhere."""
+        self._numbers[index] = numbers
+
     def interrupt(self, index: int, ticket: int = EVERYTHING) -> None:
         """End the worker's orders up to `ticket`, after its current step."""
         self._stops[index] = ticket

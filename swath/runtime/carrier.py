@@ -144,6 +144,8 @@ class Ended:
     """A worker is gone without having been stopped: comes after everything that it had sent."""
 
     exitcode: int | None = None
+    cause: str = ""
+    """Why, if the carrier knows."""
 
 
 News = Started | Finished | Answer | Failed | Warned | Ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -184,6 +185,11 @@ class Channel:
         fds = [self._fds.popleft() for _ in range(count)]
         with descriptors.handed_out(fds):
             return pickle.load(io.BytesIO(data))
+
+    def end(self) -> None:
+        """End the connection for both sides, whoever waits here or there. From any thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close this end."""

@@ -283,7 +283,7 @@ class Pool(Generic[W]):
                     self.fail(index, news.failure.error(f"{place} while {news.doing}."))
                 case Ended():
                     self._forget_news(index)
-                    cause = self._killed.pop(index, "")
+                    cause = self._killed.pop(index, "") or news.cause
                     pid, doing = self.carrier.pid(index), self._activity(index)
                     self.fail(index, WorkerDiedError("Worker", index, pid, news.exitcode, doing, cause))
 

@@ -1,0 +1,112 @@
+"""Process groups: parcels go through a channel, batches and weights through a group of two ranks.
+
+Trainer and node have a group of their own, in which the trainer is rank 0: a node that dies breaks nobody else's group,
+and another can take its place. The two find each other through the channel that they have already, so that there is no
+store at which strangers could knock.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from swath.errors import ChannelClosedError
+from swath.runtime.channel import Channel
+
+BACKENDS = ("gloo", "nccl", "mpi", "ucc")
+TRAINER, NODE = 0, 1
+MEET_S = 60.0
+"""How long two sides that are connected may take to form a group."""
+
+
+def check_backend(backend: str) -> None:
+    """Refuse a backend that is unknown, or that this torch has not."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown: use one of {', '.join(BACKENDS)}.")
+    if not dist.is_available() or not getattr(dist, f"is_{backend}_available")():
+        raise RuntimeError(
+            f"backend={backend!r}: this torch ({torch.__version__}) was built without it; use backend='gloo', or a "
+            "torch that has it."
+        )
+
+
+class MeetingStore(dist.Store):
+    """What two ranks tell each other to form a group, told through their channel."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+        self._known: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:  # noqa: D102 - see torch's Store
+        value = value.encode() if isinstance(value, str) else bytes(value)
+        self._known[key] = value
+        self._channel.send((key, value))
+
+    def get(self, key: str) -> bytes:  # noqa: D102 - see torch's Store
+        deadline = time.monotonic() + MEET_S
+        while key not in self._known:
+            name, value = self._channel.receive(max(0.0, deadline - time.monotonic()))
+            self._known[name] = value
+        return self._known[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # noqa: D102 - see torch's Store
+        for key in keys:
+            self.get(key)
+
+
+class GroupWire:
+    """A channel for parcels, and a process group of two for their bodies."""
+
+    def __init__(self, channel: Channel, backend: str, rank: int, address: str, timeout_s: float) -> None:
+        """Form the group, as `rank`, with the other side of `channel`; this side listens at `address` alone."""
+        self._channel, self._peer = channel, 1 - rank
+        self._turn = threading.Lock()
+        """A body must follow its parcel."""
+        self._device = torch.device("cuda" if backend == "nccl" else "cpu")
+        store, timeout = MeetingStore(channel), timedelta(seconds=timeout_s)
+        kind: Any = getattr(dist, "ProcessGroupGloo" if backend == "gloo" else f"ProcessGroup{backend.upper()}")
+        if backend == "gloo":
+            options = kind._Options()
+            options._devices = [kind.create_device(hostname=address)]
+            options._timeout = timeout
+            self._group = kind(store, rank, 2, options)
+        else:
+            self._group = kind(store, rank, 2, timeout)
+        self._group.barrier().wait()  # both are there, and what was told is read
+
+    def send(self, parcel: bytes, body: Tensor | None = None) -> None:  # noqa: D102 - see `Wire`
+        with self._turn:
+            self._channel.send(parcel)
+            if body is not None:
+                self._transfer(lambda: self._group.send([body.to(self._device)], self._peer, 0))
+
+    def receive(self) -> bytes:  # noqa: D102 - see `Wire`
+        parcel = self._channel.receive()
+        return parcel if isinstance(parcel, bytes) else pickle.dumps(parcel)  # what a process tells by itself
+
+    def fetch(self, space: Tensor) -> None:  # noqa: D102 - see `Wire`
+        if self._device.type == "cpu":
+            self._transfer(lambda: self._group.recv([space], self._peer, 0))
+        else:
+            landed = torch.empty_like(space, device=self._device)
+            self._transfer(lambda: self._group.recv([landed], self._peer, 0))
+            space.copy_(landed)
+
+    def _transfer(self, begin: Callable[[], Any]) -> None:
+        try:
+            begin().wait()
+        except RuntimeError as error:  # what a group raises when the other side is gone, or too slow
+            self.close()
+            raise ChannelClosedError(f"The process group has ended: {error}") from error
+
+    def close(self) -> None:  # noqa: D102 - see `Wire`
+        self._channel.end()

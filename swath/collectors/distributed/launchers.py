@@ -1,0 +1,64 @@
+"""Launchers: how nodes get to where they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swath.collectors.distributed.groups import NODE, TRAINER, GroupWire
+from swath.collectors.distributed.node import serve
+from swath.collectors.distributed.wire import Wire
+from swath.runtime.carrier import Stop
+from swath.runtime.channel import Channel
+from swath.runtime.process import Process, end_all, start
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class LocalNode:
+    """What the process of a node on this machine runs."""
+
+    backend: str
+    timeout_s: float
+
+    def __call__(self, channel: Channel) -> None:
+        """Be the node, to the end of the process."""
+        serve(GroupWire(channel, self.backend, NODE, LOOPBACK, self.timeout_s))
+
+
+class NodeProcess:
+    """A node in a process on this machine."""
+
+    where = "this machine"
+
+    def __init__(self, process: Process, backend: str, timeout_s: float) -> None:
+        self._process, self._backend, self._timeout_s = process, backend, timeout_s
+
+    def connect(self) -> Wire:  # noqa: D102 - see `Node`
+        return GroupWire(self._process.channel, self._backend, TRAINER, LOOPBACK, self._timeout_s)
+
+    def pid(self) -> int:  # noqa: D102 - see `Node`
+        return self._process.pid
+
+    def exitcode(self, timeout_s: float) -> int | None:  # noqa: D102 - see `Node`
+        self._process.wait(timeout_s)
+        return self._process.exitcode
+
+    def is_stopped(self) -> bool:  # noqa: D102 - see `Node`
+        return self._process.is_stopped
+
+    def kill(self) -> None:  # noqa: D102 - see `Node`
+        self._process.signal(9)
+
+    def end(self, timeout_s: float) -> None:  # noqa: D102 - see `Node`
+        end_all([self._process], Stop(), timeout_s)
+
+
+def processes(backend: str, timeout_s: float, method: str, threads: int, warns: bool) -> Callable[[int], NodeProcess]:
+    """Start nodes as processes of this machine."""
+
+    def launch(index: int) -> NodeProcess:
+        return NodeProcess(start(LocalNode(backend, timeout_s), method, threads, warns), backend, timeout_s)
+
+    return launch
