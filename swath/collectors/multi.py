@@ -61,15 +61,20 @@ class MultiCollector(BaseCollector):
     @takes(MultiConfig)
     def __init__(self, config: MultiConfig) -> None:
         """Start the workers, and wait until each has made its env and policy."""
-        super().__init__(config)
+        self._set_up(config)
+
+    def _set_up(self, config: MultiConfig) -> None:
+        BaseCollector.__init__(self, config)
         self._share_buffer()
         self._threads: int | None = None
         self._roster = Roster(config, self._policy_to_send(config.policy))
         carrier = self.make_carrier(config)
         self._pool: Pool[Part] = Pool(carrier, config.workers, self._roster, config.supervision, repr(self))
         publisher = self._roster.publisher = Publisher(carrier)
-        when = ("before" if config.sync else "after") if config.update_at_each_batch else None
-        self._weights = WeightsControl(self._pool, publisher, config.policy, config.workers, when)
+        when = "before" if config.sync else "after"
+        self._weights = WeightsControl(
+            self._pool, publisher, config.policy, config.workers, when, config.update_interval
+        )
         self._open()
         try:
             self._pool.start()

@@ -145,6 +145,11 @@ class MultiConfig(CommonConfig):
             if getattr(self, name) is not None:
                 warnings.warn(f"{name}={getattr(self, name)!r} has no effect here.", stacklevel=7)
 
+    @property
+    def update_interval(self) -> int | None:
+        """After how many batches the policy's weights are published by themselves."""
+        return 1 if self.update_at_each_batch else None
+
     def frames_of(self, worker: int) -> int:
         """How many frames the worker contributes to a batch."""
         frames = int(self.of("frames_per_batch", worker))

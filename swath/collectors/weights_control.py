@@ -25,15 +25,21 @@ class WeightsControl:
     """Publishes weights to the workers of a collector, under the next version."""
 
     def __init__(
-        self, pool: Pool[Part], publisher: Publisher, given_policy: Any, workers: int, update_when: str | None = None
+        self,
+        pool: Pool[Part],
+        publisher: Publisher,
+        given_policy: Any,
+        workers: int,
+        update_when: str = "",
+        interval: int | None = None,
     ) -> None:
         """Publish to the workers of `pool`, of which there are so many at first.
 
-        By default weights come from `given_policy`, the user's. With `update_when`, "before" or "after" each batch,
-        they are published by themselves.
+        By default weights come from `given_policy`, the user's. With an `interval` they are published by themselves,
+        `update_when`, "before" or "after", every so many batches.
         """
         self._pool, self._publisher, self._given, self._workers = pool, publisher, given_policy, workers
-        self._when = update_when
+        self._when, self._interval, self._batches = update_when, interval, 0
         self.free: FreeRunning | None = None
         """The thread in which the collector runs, once it is started."""
 
@@ -43,8 +49,11 @@ class WeightsControl:
         return self._publisher.version
 
     def at_batch(self, when: str) -> None:
-        """Publish the policy's weights, if that is to be done "before" or "after" each batch."""
-        if self._when == when:
+        """Publish the policy's weights, if that is due "before" or "after" this batch."""
+        if self._interval is None or self._when != when:
+            return
+        self._batches += 1
+        if self._batches % self._interval == 0:
             self.update({POLICY_ID: None})
 
     def update(self, requested: Mapping[str, Any], chosen: Sequence[int] | None = None) -> None:

@@ -1,1 +1,5 @@
 """Collectors with workers on other machines."""
+
+from swath.collectors.distributed.classes import DistributedCollector, DistributedSyncCollector
+
+__all__ = ["DistributedCollector", "DistributedSyncCollector"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from swath.collectors.distributed.groups import NODE, TRAINER, GroupWire
 from swath.collectors.distributed.node import serve
-from swath.collectors.distributed.wire import Wire
+from swath.collectors.distributed.remote_config import DistributedConfig
+from swath.collectors.distributed.wire import Launch, Wire
 from swath.runtime.carrier import Stop
 from swath.runtime.channel import Channel
 from swath.runtime.process import Process, end_all, start
@@ -55,10 +55,16 @@ class NodeProcess:
         end_all([self._process], Stop(), timeout_s)
 
 
-def processes(backend: str, timeout_s: float, method: str, threads: int, warns: bool) -> Callable[[int], NodeProcess]:
-    """Start nodes as processes of this machine."""
+def launcher(config: DistributedConfig) -> Launch:
+    """How nodes are started."""
+    import swath
+
+    timeout_s, method, warns = config.node_timeout_s, config.mp_start_method, not swath.filter_warnings_subprocess
 
     def launch(index: int) -> NodeProcess:
-        return NodeProcess(start(LocalNode(backend, timeout_s), method, threads, warns), backend, timeout_s)
+        node = LocalNode(config.backend, timeout_s)
+        return NodeProcess(
+            start(node, method or "forkserver", config.num_sub_threads, warns), config.backend, timeout_s
+        )
 
     return launch

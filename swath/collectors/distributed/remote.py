@@ -24,6 +24,7 @@ from swath.collectors.distributed.wire import (
     PULSE_S,
     Begin,
     Interrupt,
+    Launch,
     Layout,
     Node,
     Parcel,
@@ -96,9 +97,7 @@ class RemoteCarrier:
 
     is_local = False
 
-    def __init__(
-        self, workers: int, fields: Sequence[str], launch: Callable[[int], Node], node_timeout_s: float
-    ) -> None:
+    def __init__(self, workers: int, fields: Sequence[str], launch: Launch, node_timeout_s: float) -> None:
         """Begin without workers: there will be so many at most, which `launch` starts, and which report `fields`."""
         self.workers: list[int] = []
         self._fields, self._launch, self._timeout_s = tuple(fields), launch, node_timeout_s

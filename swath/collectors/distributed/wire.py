@@ -16,7 +16,7 @@ a wire: the only part that differs between process groups, RPC and Ray. Everythi
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -145,3 +145,7 @@ class Node(Protocol):
 
     def end(self, timeout_s: float) -> None:
         """It was asked to end: wait for that, and kill it if it takes longer."""
+
+
+Launch: TypeAlias = Callable[[int], Node]
+"""Starts the node of an index."""

@@ -1,0 +1,86 @@
+"""The arguments of collectors whose workers are nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Literal
+
+from swath.collectors.kinds import check_kind, check_least, check_one_of
+from swath.collectors.multi_config import MultiConfig
+
+
+@dataclass(frozen=True)
+class RemoteConfig(MultiConfig):
+    """What every collector whose workers are nodes can be given, beside what collectors with workers can.
+
+    Attributes:
+        sync: whether a batch has a part of every node, or is the first that any node has ready.
+        collector_class: what each node runs: "single" (one engine), or "sync" or "async" processes of its own.
+        num_workers_per_collector: how many processes a node has, for "sync" and "async".
+        collector_kwargs: more arguments for the collector of a node; a list with one element for each node.
+        update_after_each_batch: publish the policy's weights with every batch; the same as `update_at_each_batch`.
+        max_weight_update_interval: publish the policy's weights by themselves every so many batches at the latest.
+        node_timeout_s: after how many seconds without any sign a node is given up, as is a trainer by its nodes.
+    """
+
+    _: KW_ONLY
+    sync: bool | None = False
+    collector_class: Any = "single"
+    num_workers_per_collector: int = 1
+    collector_kwargs: dict[str, Any] | Sequence[dict[str, Any]] | None = None
+    update_after_each_batch: bool = False
+    max_weight_update_interval: int = -1
+    node_timeout_s: float = 30.0
+
+    per_worker: ClassVar[tuple[str, ...]] = (*MultiConfig.per_worker, "collector_kwargs")
+    foreign: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
+    without_effect: ClassVar[tuple[str, ...]] = ("weight_updater", "weight_sync_schemes", "weight_recv_schemes")
+
+    def _check_values(self) -> None:
+        super()._check_values()
+        check_kind("num_workers_per_collector", self.num_workers_per_collector, "int")
+        check_least("num_workers_per_collector", self.num_workers_per_collector, 1)
+        if not self.node_timeout_s > 0:
+            raise ValueError(f"node_timeout_s must be positive, got {self.node_timeout_s}.")
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        if self.update_after_each_batch and self.max_weight_update_interval > -1:
+            raise RuntimeError(
+                "update_after_each_batch publishes weights with every batch, so that max_weight_update_interval="
+                f"{self.max_weight_update_interval} means nothing: give one of them."
+            )
+
+    @property
+    def update_interval(self) -> int | None:
+        """After how many batches the policy's weights are published by themselves."""
+        if self.update_after_each_batch or self.update_at_each_batch:
+            return 1
+        return max(1, self.max_weight_update_interval) if self.max_weight_update_interval > -1 else None
+
+
+@dataclass(frozen=True)
+class DistributedConfig(RemoteConfig):
+    """What `DistributedCollector` can be given, beside what every collector with nodes can.
+
+    Attributes:
+        backend: what carries batches and weights: "gloo", "nccl", "mpi" or "ucc".
+        launcher: how nodes are started: "mp" (processes of this machine), "submitit" (jobs of Slurm) or
+            "submitit_delayed" (jobs that `submitit_delayed_launcher` has started); by default "submitit" where there is
+            a Slurm.
+        slurm_kwargs: what to ask of Slurm for each node.
+        tcp_port: at which port the trainer waits for its nodes; by default one that is free.
+        address: at which address of this machine; by default that of its host name. Nothing listens with "mp".
+    """
+
+    _: KW_ONLY
+    backend: str = "gloo"
+    launcher: Literal["mp", "submitit", "submitit_delayed"] | None = None
+    slurm_kwargs: Mapping[str, Any] | None = None
+    tcp_port: int | str | None = None
+    address: str | None = None
+
+    def _check_values(self) -> None:
+        super()._check_values()
+        check_one_of("launcher", self.launcher, ("mp", "submitit", "submitit_delayed"))
