@@ -20,12 +20,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+import cloudpickle
 from torch import Tensor
 
 from swath.keys import Key
 from swath.runtime.carrier import Message, News, Order, Task, Topic
-from swath.runtime.channel import pack
 from swath.runtime.columns import Leaf
+from swath.runtime.pickling import unpicklable
 from swath.runtime.snapshots import SnapshotContents
 
 Layout: TypeAlias = tuple[Mapping[Key, Leaf], tuple[int, ...]]
@@ -102,7 +103,10 @@ Parcel: TypeAlias = Begin | Post | Interrupt | Weights | Sent | Pulse | News
 def pack_parcel(parcel: Parcel) -> bytes:
     """A parcel as bytes; by value if it may hold what the other side cannot import."""
     if isinstance(parcel, Begin) or (isinstance(parcel, Post) and not isinstance(parcel.message, Order)):
-        return pack(parcel, by_value=True)[0]
+        try:
+            return cloudpickle.dumps(parcel)
+        except Exception as error:
+            raise unpicklable(parcel, error) from error
     return pickle.dumps(parcel, pickle.HIGHEST_PROTOCOL)
 
 
