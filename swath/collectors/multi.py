@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from swath.collectors.arguments import fixed, takes
+from swath.collectors.buffer_sink import BufferSink
 from swath.collectors.delivery import Barrier, Delivery, FirstCome, Part, Terms
 from swath.collectors.joining import STACK, joined, named
 from swath.collectors.multi_config import MultiConfig
@@ -81,6 +82,8 @@ class MultiCollector(BaseCollector):
             terms = self._terms(publisher)
             self._delivery = self._new_delivery(terms)
             self._roster.watch(self._pool, self._delivery)
+            if config.replay_buffer is not None and not config.workers_write:
+                self._sink = BufferSink(config, terms, self._episodes)
             self._weights.publish_first(terms.layout.policy, isinstance(config.policy_factory, list | tuple))
         except BaseException:
             self.shutdown(raise_on_error=False)
@@ -106,7 +109,7 @@ class MultiCollector(BaseCollector):
 
     def _share_buffer(self) -> None:
         buffer = self.config.replay_buffer
-        if buffer is None:
+        if not self.config.workers_write:
             return
         if not isinstance(buffer, ReplayBuffer):
             raise TypeError(

@@ -30,7 +30,7 @@ class LocalNode:
 class NodeProcess:
     """A node in a process on this machine."""
 
-    where = "this machine"
+    where = ""  # on this machine
 
     def __init__(self, process: Process, backend: str, timeout_s: float) -> None:
         self._process, self._backend, self._timeout_s = process, backend, timeout_s

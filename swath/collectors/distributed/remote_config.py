@@ -37,6 +37,11 @@ class RemoteConfig(MultiConfig):
     foreign: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
     without_effect: ClassVar[tuple[str, ...]] = ("weight_updater", "weight_sync_schemes", "weight_recv_schemes")
 
+    @property
+    def workers_write(self) -> bool:
+        """Never: the buffer is the trainer's, which writes what nodes have sent."""
+        return self.debug and self.replay_buffer is not None
+
     def _check_values(self) -> None:
         super()._check_values()
         check_kind("num_workers_per_collector", self.num_workers_per_collector, "int")
@@ -46,6 +51,8 @@ class RemoteConfig(MultiConfig):
 
     def _check_together(self) -> None:
         super()._check_together()
+        if self.replay_buffer is not None and not self.extend_buffer:
+            raise TypeError("extend_buffer=False writes after every step, but nodes send whole batches.")
         if self.update_after_each_batch and self.max_weight_update_interval > -1:
             raise RuntimeError(
                 "update_after_each_batch publishes weights with every batch, so that max_weight_update_interval="

@@ -32,7 +32,7 @@ from swath.runtime.snapshots import SnapshotContents
 Layout: TypeAlias = tuple[Mapping[Key, Leaf], tuple[int, ...]]
 """Leaves and shape of columns."""
 
-PULSE_S = 0.2
+PULSE_S = 0.1
 """How often each side shows that it is there."""
 
 # -- to a node -----------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def pack_parcel(parcel: Parcel) -> bytes:
     """A parcel as bytes; by value if it may hold what the other side cannot import."""
     if isinstance(parcel, Begin) or (isinstance(parcel, Post) and not isinstance(parcel.message, Order)):
         try:
-            return cloudpickle.dumps(parcel)
+            return bytes(cloudpickle.dumps(parcel))
         except Exception as error:
             raise unpicklable(parcel, error) from error
     return pickle.dumps(parcel, pickle.HIGHEST_PROTOCOL)
@@ -130,7 +130,7 @@ class Node(Protocol):
     """What a launcher has started, seen from the trainer."""
 
     where: str
-    """Where it runs, for messages."""
+    """Where it runs, for messages; empty on this machine."""
 
     def connect(self) -> Wire:
         """Wait until it is there. ChannelClosedError if it will not be."""
