@@ -74,7 +74,7 @@ class MultiCollector(BaseCollector):
         publisher = self._roster.publisher = Publisher(carrier)
         when = "before" if config.sync else "after"
         self._weights = WeightsControl(
-            self._pool, publisher, config.policy, config.workers, when, config.update_interval
+            self._pool, publisher, config.policy, config.workers, when, config.publish_interval
         )
         self._open()
         try:

@@ -2,4 +2,13 @@
 
 from swath.collectors.distributed.classes import DistributedCollector, DistributedSyncCollector
 
-__all__ = ["DistributedCollector", "DistributedSyncCollector"]
+# Names of the oldest API.
+DistributedDataCollector = DistributedCollector
+DistributedSyncDataCollector = DistributedSyncCollector
+
+__all__ = [
+    "DistributedCollector",
+    "DistributedDataCollector",
+    "DistributedSyncCollector",
+    "DistributedSyncDataCollector",
+]

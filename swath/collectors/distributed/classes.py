@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any, TypeVar
 
+from torch import nn
+
 from swath.collectors.arguments import fixed, takes
 from swath.collectors.distributed.groups import check_backend
 from swath.collectors.distributed.launchers import launcher
@@ -75,9 +77,14 @@ class DistributedCollector(RemoteCollector):
 
 
 class DistributedSyncCollector(DistributedCollector):
-    """A `DistributedCollector` of which every batch has a part of every node."""
+    """A `DistributedCollector` of which every batch has a part of every node.
+
+    The weights of a policy that is given as a module are published with every batch, or as `update_interval` says.
+    """
 
     @classmethod
     def adapt_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:
         """It is sync."""
+        if isinstance(arguments.get("policy"), nn.Module):
+            arguments = {"update_interval": 1, **arguments}
         return super().adapt_arguments(fixed(cls.__name__, "sync", True, arguments))
