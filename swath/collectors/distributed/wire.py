@@ -104,7 +104,7 @@ def pack_parcel(parcel: Parcel) -> bytes:
     """A parcel as bytes; by value if it may hold what the other side cannot import."""
     if isinstance(parcel, Begin) or (isinstance(parcel, Post) and not isinstance(parcel.message, Order)):
         try:
-            return cloudpickle.dumps(parcel)
+            return bytes(cloudpickle.dumps(parcel))
         except Exception as error:
             raise unpicklable(parcel, error) from error
     return pickle.dumps(parcel, pickle.HIGHEST_PROTOCOL)
@@ -129,8 +129,9 @@ class Wire(Protocol):
 class Node(Protocol):
     """What a launcher has started, seen from the trainer."""
 
-    where: str
-    """Where it runs, for messages."""
+    @property
+    def where(self) -> str:
+        """Where it runs, and how it is doing as far as that is known, for messages."""
 
     def connect(self) -> Wire:
         """Wait until it is there. ChannelClosedError if it will not be."""
