@@ -135,18 +135,23 @@ class MultiCollector(BaseCollector):
         """What follows from what the workers have said of themselves."""
         config, first = self.config, self._pool.started[0]
         assert isinstance(first, BatchLayout)
-        for index, layout in self._pool.started.items():
-            assert isinstance(layout, BatchLayout)
-            both = (("batch_size", first.batch_size, layout.batch_size), ("entries", first.leaves, layout.leaves))
-            for what, wanted, given in both:
-                if wanted != given:
-                    raise ValueError(
-                        f"All workers must produce batches of one layout, but worker {index} ({layout.env}) differs "
-                        f"from worker 0 ({first.env}) in its {what}: {given} instead of {wanted}."
-                    )
+        for index in self._pool.started:
+            self._check_layout(index, first)
         lanes = math.prod(first.batch_size)
         steps = {index: -(-config.frames_of(index) // lanes) for index in range(config.workers)}
         return Terms.of(config, first, steps, publisher)
+
+    def _check_layout(self, index: int, first: BatchLayout) -> None:
+        """Refuse a worker whose batches do not look like those of the first."""
+        layout = self._pool.started[index]
+        assert isinstance(layout, BatchLayout)
+        both = (("batch_size", first.batch_size, layout.batch_size), ("entries", first.leaves, layout.leaves))
+        for what, wanted, given in both:
+            if wanted != given:
+                raise ValueError(
+                    f"All workers must produce batches of one layout, but worker {index} ({layout.env}) differs "
+                    f"from worker 0 ({first.env}) in its {what}: {given} instead of {wanted}."
+                )
 
     def _new_delivery(self, terms: Terms) -> Delivery:
         raise NotImplementedError

@@ -1,6 +1,7 @@
 """Collectors with workers on other machines."""
 
 from swath.collectors.distributed.classes import DistributedCollector, DistributedSyncCollector
+from swath.collectors.distributed.ray_collector import RayCollector
 
 # Names of the oldest API.
 DistributedDataCollector = DistributedCollector
@@ -11,4 +12,5 @@ __all__ = [
     "DistributedDataCollector",
     "DistributedSyncCollector",
     "DistributedSyncDataCollector",
+    "RayCollector",
 ]

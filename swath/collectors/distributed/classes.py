@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
@@ -30,6 +30,8 @@ class RemoteCollector(MultiCollector):
     """What collectors have in common whose workers are nodes: `sync` chooses how batches are delivered."""
 
     config: RemoteConfig
+    room: ClassVar[int] = 0
+    """How many nodes may join later."""
 
     def __new__(cls: type[Kind], *args: Any, sync: bool | None = None, **options: Any) -> Kind:
         """The delivery that `sync` asks for."""
@@ -49,7 +51,7 @@ class RemoteCollector(MultiCollector):
         """Nodes, or with `debug=True` workers in this process."""
         if config.debug:
             return super().make_carrier(config)
-        return RemoteCarrier(config.workers, FIELDS, self.make_launch(config), config.node_timeout_s)
+        return RemoteCarrier(config.workers + self.room, FIELDS, self.make_launch(config), config.node_timeout_s)
 
     def make_launch(self, config: Any) -> Launch:
         """How nodes are started."""

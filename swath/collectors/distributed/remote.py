@@ -38,8 +38,9 @@ from swath.collectors.distributed.wire import (
 from swath.errors import ChannelClosedError
 from swath.keys import Key
 from swath.runtime.board import Board
-from swath.runtime.carrier import EVERYTHING, Ended, Finished, Message, News, Order, Place, Stop, Task, Topic
+from swath.runtime.carrier import EVERYTHING, Ended, Failed, Finished, Message, News, Order, Place, Stop, Task, Topic
 from swath.runtime.columns import Columns, Leaf, nbytes
+from swath.runtime.faults import Failure
 from swath.runtime.memory import PrivateBlock
 from swath.runtime.processes import LAST_WORDS_S, SHUTDOWN_S
 from swath.runtime.rounds import Event
@@ -279,9 +280,9 @@ class Connection:
                     store = self._stores[topic]
                 weights, data = store.packed(topic)
                 wire.send(pack_parcel(replace(weights, contents=contents)), data)
-        except (ChannelClosedError, OSError):
+        except (ChannelClosedError, OSError) as error:
             if self._wire is None:
-                self._over()
+                self._over(error)
             else:
                 self._wire.close()  # the other thread takes what has come, and tells
 
@@ -347,12 +348,15 @@ class Connection:
             self._wire.close()
             self._thread(self.node.kill)  # which may take long, where it is not known whether anybody listens
 
-    def _over(self) -> None:
+    def _over(self, never_came: Exception | None = None) -> None:
         if self._wire is not None:
             self._wire.close()
-        code = None if self._silence else self.node.exitcode(LAST_WORDS_S)
-        where = f"It ran on {self.node.where}." if self.node.where else ""
-        self._tell(Ended(code, self._silence or where))
+        if isinstance(never_came, TimeoutError):
+            self._tell(Failed(Failure.of(never_came), "being waited for"))
+        else:
+            code = None if self._silence else self.node.exitcode(LAST_WORDS_S)
+            where = f"It ran on {self.node.where}." if self.node.where else ""
+            self._tell(Ended(code, self._silence or f"{never_came or ''} {where}".strip()))
         self.is_over.set()
         self._outbox.put(None)
 

@@ -129,8 +129,9 @@ class Wire(Protocol):
 class Node(Protocol):
     """What a launcher has started, seen from the trainer."""
 
-    where: str
-    """Where it runs, for messages; empty on this machine."""
+    @property
+    def where(self) -> str:
+        """Where it runs, and how it is doing as far as that is known, for messages; empty on this machine."""
 
     def connect(self) -> Wire:
         """Wait until it is there. ChannelClosedError if it will not be."""
