@@ -1,0 +1,1 @@
+"""Collectors with workers on other machines."""
