@@ -29,6 +29,7 @@ from swath.collectors.distributed.streams import Stream
 from swath.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from swath.collectors.multi_config import MultiConfig
 from swath.collectors.worker import FIELDS, BatchLayout, Call, Collect, EngineJob, EngineTask
+from swath.errors import annotate
 from swath.keys import MASK, TRAJ_IDS, WORKER_BITS
 from swath.rollout.loop import Receipt
 from swath.runtime.carrier import EVERYTHING, Link, Order, Topic
@@ -163,7 +164,8 @@ class InnerCollector(MultiCollector):
         try:
             receipt = self._collect(self._link.memory(order.place), order.work.random)
             self._carrier.look()
-        except BaseException:
+        except BaseException as error:
+            annotate(error, f"It has ended {self!r}.")
             self.stop()
             raise
         finally:
