@@ -21,7 +21,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from children import ANSWER_S, until
+from children import ANSWER_S, importing_env, until
 from warden import Warden
 
 SUBNET = "10.77.0"
@@ -96,12 +96,7 @@ class Host:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                    "PYTHONUNBUFFERED": "1",
-                    **(env or {}),
-                },
+                env=importing_env(PYTHONUNBUFFERED="1", **(env or {})),
             )
         self._programs.append(Program(process, log))
         return self._programs[-1]
