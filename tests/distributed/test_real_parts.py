@@ -103,6 +103,7 @@ def test_a_killed_host_tells_nobody_and_can_come_back() -> None:
         node.kill()
         assert client.wait() == -signal.SIGKILL
         assert is_gone(left)
+        assert trainer.call(knock, node.address).succeed() != "ConnectionRefusedError\n"
         assert trainer.pids() == {server.pid}  # it still waits
         node.restore()
         until(lambda: node.call(knock, trainer.address).succeed() == "ConnectionRefusedError\n")
