@@ -76,9 +76,9 @@ class RayCluster:
         options = (f"--port={self.port}", "--include-dashboard=false", "--no-monitor", f"--temp-dir={self.folder}")
         head = self._start("--head", *options, tidy=f"rm -r {self.folder}")
         until(lambda: self._is_reachable() or head.warden.has_ended(), START_S)
-        if not head.warden.has_ended():
+        if self._is_reachable():
             self.add_node()
-        head.warden.ready()
+        head.warden.ready()  # or says why it could not start
 
     def add_node(self) -> RayNode:
         """Start another node, and wait until it belongs to the cluster."""
