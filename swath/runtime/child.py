@@ -41,6 +41,8 @@ class Surroundings:
     """For torch."""
     warns_itself: bool = False
     """Whether it may show warnings; otherwise only what `Warned` brings to the parent is shown."""
+    is_elsewhere: bool = False
+    """Whether it is on another machine: then its environment stays as it is, and it finds more modules."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -87,19 +89,22 @@ def _run(channel: Channel) -> int:
 
 
 def _enter(surroundings: Surroundings, channel: Channel) -> None:
-    os.environ.clear()
-    os.environ.update(surroundings.environ)
-    sys.path[:] = surroundings.path
+    if surroundings.is_elsewhere:
+        sys.path.extend(place for place in surroundings.path if place not in sys.path)
+    else:
+        os.environ.clear()
+        os.environ.update(surroundings.environ)
+        sys.path[:] = surroundings.path
+        multiprocessing.current_process().authkey = surroundings.authkey
+        if os.path.isdir(surroundings.directory):
+            os.chdir(surroundings.directory)
     sys.argv[:] = surroundings.argv
-    multiprocessing.current_process().authkey = surroundings.authkey
-    if os.path.isdir(surroundings.directory):
-        os.chdir(surroundings.directory)
     _forward_warnings(channel, surroundings.warns_itself)
     import numpy as np
     import torch
 
     torch.set_num_threads(surroundings.threads)
-    # All workers are copies of one process: without this they would draw the same numbers.
+    # All workers are copies of one process, or have torch's one first seed: they would draw the same numbers.
     own = int.from_bytes(os.urandom(4), "little")
     random.seed(own)
     np.random.seed(own)

@@ -38,8 +38,9 @@ from swath.collectors.distributed.wire import (
 from swath.errors import ChannelClosedError
 from swath.keys import Key
 from swath.runtime.board import Board
-from swath.runtime.carrier import EVERYTHING, Ended, Finished, Message, News, Order, Place, Stop, Task, Topic
+from swath.runtime.carrier import EVERYTHING, Ended, Failed, Finished, Message, News, Order, Place, Stop, Task, Topic
 from swath.runtime.columns import Columns, Leaf, nbytes
+from swath.runtime.faults import Failure
 from swath.runtime.memory import PrivateBlock
 from swath.runtime.processes import LAST_WORDS_S, SHUTDOWN_S
 from swath.runtime.rounds import Event
@@ -116,7 +117,7 @@ class RemoteCarrier:
             self._end([index], 0.0)
         self._board.clear(index)
         begin = Begin(task, self._fields, self._timeout_s)
-        self._connections[index] = Connection(self._launch(index), begin, self._board, index, self._came)
+        self._connections[index] = Connection(self._launch.start(index), begin, self._board, index, self._came)
         self.workers = sorted({*self.workers, index})
 
     def stop(self, index: int, timeout_s: float = 0.0) -> None:
@@ -128,6 +129,7 @@ class RemoteCarrier:
         if os.getpid() == self._owner:
             self.workers = []
             self._end(list(self._connections), SHUTDOWN_S if timeout_s is None else timeout_s)
+            self._launch.close()
 
     def _end(self, indices: Sequence[int], timeout_s: float) -> None:
         """End nodes within the time: they are asked first, all at once."""
@@ -143,13 +145,14 @@ class RemoteCarrier:
             connection.post(message)
 
     def wait(self, timeout_s: float) -> bool:
+        for connection in list(self._connections.values()):
+            connection.look_for_silence(self._timeout_s)
         return bool(self._poll.poll(max(0.0, timeout_s) * 1000))
 
     def receive(self) -> list[tuple[int, News]]:
         self._came.lower()
         heard: list[tuple[int, News]] = []
         for index, connection in list(self._connections.items()):
-            connection.look_for_silence(self._timeout_s)
             heard.extend((index, connection.news.popleft()) for _ in range(len(connection.news)))
         return heard
 
@@ -277,9 +280,9 @@ class Connection:
                     store = self._stores[topic]
                 weights, data = store.packed(topic)
                 wire.send(pack_parcel(replace(weights, contents=contents)), data)
-        except (ChannelClosedError, OSError):
+        except (ChannelClosedError, OSError) as error:
             if self._wire is None:
-                self._over()
+                self._over(error)
             else:
                 self._wire.close()  # the other thread takes what has come, and tells
 
@@ -345,12 +348,15 @@ class Connection:
             self._wire.close()
             self._thread(self.node.kill)  # which may take long, where it is not known whether anybody listens
 
-    def _over(self) -> None:
+    def _over(self, never_came: Exception | None = None) -> None:
         if self._wire is not None:
             self._wire.close()
-        code = None if self._silence else self.node.exitcode(LAST_WORDS_S)
-        where = f"It ran on {self.node.where}." if self.node.where else ""
-        self._tell(Ended(code, self._silence or where))
+        if isinstance(never_came, TimeoutError):
+            self._tell(Failed(Failure.of(never_came), "being waited for"))
+        else:
+            code = None if self._silence else self.node.exitcode(LAST_WORDS_S)
+            where = f"It ran on {self.node.where}." if self.node.where else ""
+            self._tell(Ended(code, self._silence or f"{never_came or ''} {where}".strip()))
         self.is_over.set()
         self._outbox.put(None)
 
