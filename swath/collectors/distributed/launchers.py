@@ -113,13 +113,13 @@ class DistantNode:
 
     def connect(self) -> Wire:
         deadline, pause = time.monotonic() + self._come_s, 0.5
-        while not self._changed.wait(pause):
+        while not self._changed.wait(min(pause, max(0.0, deadline - time.monotonic()))):
             if self.launched.exitcode(0.0) is not None:
                 raise ChannelClosedError("It has never come to its trainer.")
-            if time.monotonic() > deadline:
+            if time.monotonic() >= deadline:
                 raise TimeoutError(
-                    f"No node has come within {self._come_s:.0f} s: it is {self.launched.describe()}. If it takes long, "
-                    "raise start_timeout_s=; if it cannot reach this machine, give another address=."
+                    f"No node has come within {self._come_s:.0f} s: it is {self.launched.describe()}. If it may take "
+                    "longer, raise start_timeout_s=; if it cannot reach this machine, give another address=."
                 )
             pause = min(LOOK_S, 2 * pause)
         if self._is_over or self._channel is None:
@@ -195,7 +195,7 @@ def by_command(run: Callable[[int, list[str]], subprocess.Popen[bytes]], invitat
         process.kill()
         exitcode(1.0)
 
-    return Launched(lambda: f"what was started by {process.args!r}", exitcode, kill)
+    return Launched(lambda: f"what the command with pid {process.pid} on this machine has started", exitcode, kill)
 
 
 def launcher(config: LaunchedConfig, kind: WireKind) -> Launch:

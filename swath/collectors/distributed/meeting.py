@@ -49,7 +49,7 @@ class Meeting:
     def __init__(self, address: str, port: int = 0, secret: bytes | None = None) -> None:
         """Listen at `address`; the port is one that is free, if it is not given."""
         family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        if not address or ipaddress.ip_address(str(place[0]).partition("%")[0]).is_unspecified:
+        if ipaddress.ip_address(str(place[0]).partition("%")[0]).is_unspecified:
             raise ValueError(f"address={address!r} is every address of this machine: give the one that nodes reach.")
         self._listener = socket.socket(family, kind)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -209,7 +209,7 @@ def submitit_delayed_launcher(
                     elif len(submitted) == 1 and time.monotonic() > begun + 15.0 and not has_warned:
                         has_warned = True
                         warnings.warn(f"{main.__name__} does not run yet: it is {job.describe()}.", StallWarning, 2)
-                deadline = time.monotonic() + GRACE_S
+                deadline = time.monotonic() + GRACE_S * (job.exitcode(0.0) == 0)
                 for each in submitted:
                     each.exitcode(max(0.0, deadline - time.monotonic()))
                 if not job.submitted.paths.result_pickle.exists():
