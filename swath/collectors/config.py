@@ -248,13 +248,19 @@ class CommonConfig:
         """Whether frames carry the version that made them."""
         raise NotImplementedError
 
+    @property
+    def workers_write(self) -> bool:
+        """Whether engines write to the replay buffer themselves."""
+        return self.replay_buffer is not None
+
     def engine_settings(self, worker: int, *, shares_policy: bool = False) -> EngineSettings:
         """What an engine needs to know of all this: what has the same name there, and what follows from the rest."""
         shared = {field.name for field in fields(self)} & {field.name for field in fields(EngineSettings)}
         settings = EngineSettings(**{name: getattr(self, name) for name in shared})
-        limit, writes = self.max_frames_per_traj, self.replay_buffer is not None
+        limit, writes = self.max_frames_per_traj, self.workers_write
         return replace(
             settings,
+            replay_buffer=self.replay_buffer if writes else None,
             max_frames_per_traj=limit if limit is not None and limit > 0 else None,
             exploration=self.exploration_type,
             track_version=self.tracks_version,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from swath.collectors.buffer_sink import BufferSink
 from swath.collectors.config import CommonConfig
 from swath.collectors.delivery import Delivery, FirstCome, Part
 from swath.collectors.free_running import FreeRunning
@@ -41,6 +42,8 @@ class Control(ABC):
         self.closed = True  # until there is something to shut down
         self._episodes = Episodes()
         self._free: FreeRunning | None = None
+        self._sink: BufferSink | None = None
+        """What writes to the replay buffer here, where workers cannot."""
         self._hooks: dict[str, Any] = {n: getattr(config, n) for n in ("pre_collect_hook", "post_collect_hook")}
         self._profile: ProfileConfig | None = None
         self._iterating = False

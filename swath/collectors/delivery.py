@@ -71,7 +71,7 @@ class Terms:
     @staticmethod
     def of(config: CommonConfig, layout: BatchLayout, steps: dict[int, int], publisher: Publisher) -> Terms:
         """The terms that a collector's arguments ask for."""
-        writes = config.replay_buffer is not None
+        writes = config.workers_write
         random = 0 if writes else config.init_random_frames or 0
         return Terms(layout, steps, writes, random, lambda: publisher.version)
 

@@ -41,7 +41,7 @@ class Roster:
         self._watched: tuple[weakref.ref[Pool[Part]], weakref.ref[Delivery]] | None = None
         self.next_number = config.worker_idx or 0
         """Of the next worker that needs one for its ids."""
-        self._config, self._policy, self._engine = config, policy, engine
+        self.config, self._policy, self._engine = config, policy, engine
         self._registered = None if engine is not None else Registered.here()
 
     def watch(self, pool: Pool[Part], delivery: Delivery) -> None:
@@ -56,7 +56,7 @@ class Roster:
 
     def task(self, index: int, replaces: bool) -> EngineTask | LocalTask:
         """What to start a worker for."""
-        config = self._config
+        config = self.config
         if self._engine is not None:
             return LocalTask(self._engine, config.worker_idx or 0)
         return EngineTask(
@@ -69,19 +69,19 @@ class Roster:
             policy_factory=config.of("policy_factory", index),
             init_fn=config.of("init_fn", index),
             registered=self._registered,
-            seed=self._seed_of_replacement() if replaces else None,
+            seed=self._seed_of_replacement() if replaces else self.seed,
         )
 
     def _new_number(self) -> int:
         """What tells a worker's trajectories from those of others: no other worker has or had it."""
-        if isinstance(self._config.replay_buffer, ReplayBuffer):
-            return self._config.replay_buffer.enrol()
+        if isinstance(self.config.replay_buffer, ReplayBuffer):
+            return self.config.replay_buffer.enrol()
         self.next_number += 1
         return self.next_number - 1
 
     def renumbered(self, used: int) -> dict[int, int]:
         """New numbers for all workers, so that no trajectory gets an id that was `used` in another run."""
-        if self._engine is not None or isinstance(self._config.replay_buffer, ReplayBuffer):
+        if self._engine is not None or isinstance(self.config.replay_buffer, ReplayBuffer):
             return {}  # an engine goes on counting; a buffer has given each of us a number of its own
         self.next_number = max(self.next_number, used)
         now = self._now()

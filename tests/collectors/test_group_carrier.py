@@ -11,7 +11,7 @@ import test_seeding
 import test_state
 import test_weights
 from kinds import Kind, joined
-from node_kinds import GROUP_ASYNC, GROUP_SYNC, GROUPS
+from node_kinds import GROUPS
 
 from swath.collectors import BaseCollector
 from swath.testing import CollectorConformance
@@ -20,7 +20,7 @@ from swath.testing import CollectorConformance
 class TestCollectorsOverGroups(CollectorConformance):
     kind: Kind
 
-    @pytest.fixture(autouse=True, params=(GROUP_SYNC, GROUP_ASYNC), ids=str)
+    @pytest.fixture(autouse=True, params=[GROUPS["sync"], GROUPS["async"]], ids=str)
     def _kind(self, request: pytest.FixtureRequest) -> None:
         self.kind = request.param
         self.batches_ahead = self.kind.ahead
@@ -29,7 +29,17 @@ class TestCollectorsOverGroups(CollectorConformance):
         return self.kind.make(lanes, lengths, **options)
 
 
-CANNOT: dict[str, str] = {}
+CANNOT = {
+    "test_workers_write_to_the_buffer_while_the_consumer_rests": "the trainer writes what nodes have sent",
+}
 """Tests of processes, and why they are not for nodes."""
-for module in (test_delivery, test_lifecycle, test_options, test_reflection, test_seeding, test_state, test_weights):
+for module in (
+    test_delivery,
+    test_lifecycle,
+    test_options,
+    test_reflection,
+    test_seeding,
+    test_state,
+    test_weights,
+):
     globals().update(joined(module, GROUPS, CANNOT))

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from children import until
 from slurm import free_ports
-from warden import Warden
+from warden import START_S, Warden
 
 NODES = 2
 CPUS = 4
@@ -37,8 +37,7 @@ SETTINGS = {
 OPTIONS = (
     f"--num-cpus={CPUS} --num-gpus=0 --object-store-memory={STORE_BYTES} --include-log-monitor=false "
     # Ports that are free: the usual ones are the same for each node.
-    "--min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0 --dashboard-agent-grpc-port=0 "
-    "--metrics-export-port=0 --runtime-env-agent-port=0 --disable-usage-stats"
+    "--min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0 --disable-usage-stats"
 ).split()
 
 
@@ -77,8 +76,9 @@ class RayCluster:
         """Start both nodes at the same time."""
         options = (f"--port={self.port}", "--include-dashboard=false", "--no-monitor", f"--temp-dir={self.folder}")
         head = self._start("--head", *options, tidy=f"rm -r {self.folder}")
-        until(self._is_reachable)
-        self.add_node()
+        until(lambda: self._is_reachable() or head.warden.has_ended(), START_S)
+        if not head.warden.has_ended():
+            self.add_node()
         head.warden.ready()
 
     def add_node(self) -> RayNode:

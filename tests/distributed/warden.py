@@ -48,11 +48,14 @@ class Warden:
                 start_new_session=True,  # Ctrl-C is for the test
             )
 
+    def has_ended(self, within_s: float = 0.0) -> bool:
+        """Whether the command has ended."""
+        return bool(select.select([self._process.stdout], [], [], within_s)[0])
+
     def ready(self) -> None:
         """Wait until the command has ended well."""
         assert self._process.stdout is not None
-        answered, _, _ = select.select([self._process.stdout], [], [], START_S)
-        code = int(self._process.stdout.readline()) if answered else f"nothing in {START_S} s"
+        code = int(self._process.stdout.readline()) if self.has_ended(START_S) else f"nothing in {START_S} s"
         if code != 0:
             raise RuntimeError(f"{self._command}\nended with {code}, and said\n{self._log.read_text(errors='replace')}")
 

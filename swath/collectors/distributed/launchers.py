@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from swath.collectors.distributed.meeting import Invitation, Meeting
 from swath.collectors.distributed.node import serve
-from swath.collectors.distributed.remote_config import LaunchedConfig
+from swath.collectors.distributed.remote_config import DistributedConfig
 from swath.collectors.distributed.wire import NODE, TRAINER, Launch, Wire, WireKind
 from swath.errors import ChannelClosedError
 from swath.runtime.carrier import Stop
@@ -47,7 +47,7 @@ class NodeProgram:
 class NodeProcess:
     """A node in a process on this machine."""
 
-    where = "this machine"
+    where = ""  # on this machine
 
     def __init__(self, process: Process, kind: WireKind) -> None:
         self._process, self._kind = process, kind
@@ -150,7 +150,7 @@ class DistantNode:
 
 
 def meeting_launch(
-    config: LaunchedConfig,
+    config: DistributedConfig,
     kind: WireKind,
     meeting: Meeting,
     start: Callable[[Invitation], Launched],
@@ -198,7 +198,7 @@ def by_command(run: Callable[[int, list[str]], subprocess.Popen[bytes]], invitat
     return Launched(lambda: f"what the command with pid {process.pid} on this machine has started", exitcode, kill)
 
 
-def launcher(config: LaunchedConfig, kind: WireKind) -> Launch:
+def launcher(config: DistributedConfig, kind: WireKind) -> Launch:
     """How nodes are started whose wires are of that kind."""
     import swath
 

@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from swath.collectors.distributed.launchers import Launched
 from swath.collectors.distributed.meeting import Invitation, Meeting
-from swath.collectors.distributed.remote_config import LaunchedConfig
+from swath.collectors.distributed.remote_config import DistributedConfig
 
 NAMES = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 """How torchrun, Open MPI and MPICH tell a process which rank it is, and of how many."""
 
 
-def become(config: LaunchedConfig) -> tuple[Meeting, Callable[[Invitation], Launched]]:
+def become(config: DistributedConfig) -> tuple[Meeting, Callable[[Invitation], Launched]]:
     """In rank 0, the meeting of its collector; in others, the node: then this does not return."""
     told = [(int(os.environ[rank]), int(os.environ[size])) for rank, size in NAMES if rank in os.environ]
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

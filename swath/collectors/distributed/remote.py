@@ -47,6 +47,8 @@ from swath.runtime.rounds import Event
 from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore, Values
 
 PULSE = pack_parcel(Pulse())
+LOOK_S = 0.1
+"""How often to look whether a node that was asked to end can hear that."""
 
 
 def packed_memory(leaves: Mapping[Any, Leaf], shape: Sequence[int]) -> tuple[Columns, Tensor]:
@@ -341,8 +343,8 @@ class Connection:
             return
         if not self._silence:
             self._silence = (
-                f"Nothing has been heard of its node ({self.node.where}) for node_timeout_s={timeout_s:g} seconds: its "
-                "machine, or the way to it, is gone."
+                f"Nothing has been heard of its node ({self.node.where or 'on this machine'}) for "
+                f"node_timeout_s={timeout_s:g} seconds: its machine, or the way to it, is gone."
             )
             assert self._wire is not None
             self._wire.close()
@@ -362,7 +364,9 @@ class Connection:
 
     def end(self, deadline: float) -> None:
         """The node was asked to stop: wait for that until the deadline, then end it in any case."""
-        self.is_over.wait(max(0.0, deadline - time.monotonic()))
+        while not self.is_over.wait(max(0.0, min(LOOK_S, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline or self.node.is_stopped():  # which hears nothing
+                break
         self.node.end(max(0.0, deadline - time.monotonic()))
         if self._wire is not None:
             self._wire.close()

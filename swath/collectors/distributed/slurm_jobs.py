@@ -26,7 +26,17 @@ from swath.collectors.distributed.launchers import Launched
 from swath.collectors.distributed.meeting import Invitation, Meeting
 from swath.errors import StallWarning
 
-ENDED = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split()
+ENDED = [
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "TIMEOUT",
+]
 ANSWER_S = 10.0
 """How long a command of Slurm may take."""
 LOOK_S = 10.0

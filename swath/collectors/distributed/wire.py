@@ -33,7 +33,7 @@ from swath.runtime.snapshots import SnapshotContents
 Layout: TypeAlias = tuple[Mapping[Key, Leaf], tuple[int, ...]]
 """Leaves and shape of columns."""
 
-PULSE_S = 0.2
+PULSE_S = 0.1
 """How often each side shows that it is there."""
 
 # -- to a node -----------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def pack_parcel(parcel: Parcel) -> bytes:
     """A parcel as bytes; by value if it may hold what the other side cannot import."""
     if isinstance(parcel, Begin) or (isinstance(parcel, Post) and not isinstance(parcel.message, Order)):
         try:
-            return cloudpickle.dumps(parcel)
+            return bytes(cloudpickle.dumps(parcel))
         except Exception as error:
             raise unpicklable(parcel, error) from error
     return pickle.dumps(parcel, pickle.HIGHEST_PROTOCOL)
@@ -132,7 +132,7 @@ class Node(Protocol):
 
     @property
     def where(self) -> str:
-        """Where it runs, and how it is doing as far as that is known, for messages."""
+        """Where it runs, and how it is doing as far as that is known, for messages; empty on this machine."""
 
     def connect(self) -> Wire:
         """Wait until it is there. ChannelClosedError if it will not be."""
