@@ -31,7 +31,7 @@ class Came:
     def __init__(self) -> None:
         self.guests: list[tuple[Channel, str, int]] = []
 
-    def come(self, channel: Channel, host: str, pid: int) -> None:
+    def __call__(self, channel: Channel, host: str, pid: int) -> None:
         self.guests.append((channel, host, pid))
 
 
@@ -129,7 +129,7 @@ def test_a_crowd_of_silent_strangers_is_sent_away(meeting: Meeting, monkeypatch:
 def test_somebody_else_who_listens_is_found_out() -> None:
     with contextlib.closing(Meeting("127.0.0.1", secret=b"of another run")) as other:
         invitation = Invitation(other.address, other.port, SECRET, 0)
-        with pytest.raises(ConnectionError, match="AuthenticationError|EOFError|ConnectionReset"):
+        with pytest.raises(ConnectionError, match=r"AuthenticationError|EOFError|ConnectionReset"):
             invitation.accept()
     with pytest.raises(ConnectionError, match=r"Node 0 on .* does not reach its trainer at 127.0.0.1:\d+ .*address="):
         invitation.accept()

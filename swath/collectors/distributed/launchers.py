@@ -72,11 +72,6 @@ class NodeProcess:
         end_all([self._process], Stop(), timeout_s)
 
 
-def local_launch(kind: WireKind, method: str, threads: int, warns: bool) -> Launch:
-    """Nodes in processes on this machine."""
-    return Launch(lambda index: NodeProcess(start(NodeProgram(kind), method, threads, warns), kind))
-
-
 # -- elsewhere -----------------------------------------------------------------------------------------------------
 
 
@@ -149,36 +144,14 @@ class DistantNode:
             self.kill()
 
 
-def meeting_launch(
-    config: DistributedConfig,
-    kind: WireKind,
-    meeting: Meeting,
-    start: Callable[[Invitation], Launched],
-    close: Callable[[], None] = lambda: None,
-) -> Launch:
-    """Nodes that are started elsewhere, and come to a meeting."""
-    import swath
-
-    warns = not swath.filter_warnings_subprocess
-    surroundings = Surroundings({}, "", sys.path, sys.argv, b"", config.num_sub_threads, warns, is_elsewhere=True)
-
-    def launch(index: int) -> DistantNode:
-        node = DistantNode(kind, surroundings, COME * config.start_timeout_s)
-        node.launched = start(meeting.expect(index, node))
-        return node
-
-    def close_all() -> None:
-        meeting.close()
-        close()
-
-    return Launch(launch, close_all)
+Way = tuple[Meeting, Callable[[Invitation], Launched], Callable[[], None]]
+"""Where nodes come to, what starts one of them, and what to do when there are no more."""
 
 
 def by_command(run: Callable[[int, list[str]], subprocess.Popen[bytes]], invitation: Invitation) -> Launched:
     """A node that a user's function starts by a command, on another machine."""
-    address, port, index, generation = invitation.address, invitation.port, invitation.index, invitation.generation
-    command = [sys.executable, "-m", __name__.rpartition(".")[0], address, f"{port}", f"{index}", f"{generation}"]
-    process = run(index, command)
+    place = (invitation.address, invitation.port, invitation.index, invitation.generation)
+    process = run(invitation.index, [sys.executable, "-m", __name__.rpartition(".")[0], *map(str, place)])
     if process.stdin is None:
         process.kill()
         raise ValueError("The function that is given as launcher= must start its process with stdin=subprocess.PIPE.")
@@ -198,22 +171,38 @@ def by_command(run: Callable[[int, list[str]], subprocess.Popen[bytes]], invitat
     return Launched(lambda: f"what the command with pid {process.pid} on this machine has started", exitcode, kill)
 
 
+def way_of(config: DistributedConfig) -> Way:
+    """How nodes are started elsewhere."""
+    from swath.collectors.distributed import ranks, slurm_jobs  # which know what is above
+
+    if config.launcher == "torchrun":
+        return ranks.become(config)
+    address, port = config.address or socket.gethostbyname(socket.gethostname()), int(config.tcp_port or 0)
+    if callable(run := config.launcher):
+        return Meeting(address, port), lambda invitation: by_command(run, invitation), lambda: None
+    if config.launcher == "submitit_delayed":
+        return slurm_jobs.delayed(config.workers, address, port)
+    return slurm_jobs.jobs(config.slurm_kwargs or {}, address, port)
+
+
 def launcher(config: DistributedConfig, kind: WireKind) -> Launch:
     """How nodes are started whose wires are of that kind."""
     import swath
 
-    way = config.launcher or ("submitit" if shutil.which("sbatch") else "mp")
-    if way == "mp":
-        warns = not swath.filter_warnings_subprocess
-        return local_launch(kind, config.mp_start_method or "forkserver", config.num_sub_threads, warns)
-    from swath.collectors.distributed import ranks, slurm_jobs  # which know what is above
+    threads, warns = config.num_sub_threads, not swath.filter_warnings_subprocess
+    if config.launcher == "mp" or (config.launcher is None and not shutil.which("sbatch")):
+        method = config.mp_start_method or "forkserver"
+        return Launch(lambda index: NodeProcess(start(NodeProgram(kind), method, threads, warns), kind))
+    meeting, begin, finish = way_of(config)
+    surroundings = Surroundings({}, "", sys.path, sys.argv, b"", threads, warns, is_elsewhere=True)
 
-    if way == "torchrun":
-        return meeting_launch(config, kind, *ranks.become(config))
-    address, port = config.address or socket.gethostbyname(socket.gethostname()), int(config.tcp_port or 0)
-    if way == "submitit":
-        return meeting_launch(config, kind, *slurm_jobs.jobs(config.slurm_kwargs or {}, address, port))
-    if way == "submitit_delayed":
-        return meeting_launch(config, kind, *slurm_jobs.delayed(config.workers, address, port))
-    assert callable(way)
-    return meeting_launch(config, kind, Meeting(address, port), lambda invitation: by_command(way, invitation))
+    def launch(index: int) -> DistantNode:
+        node = DistantNode(kind, surroundings, COME * config.start_timeout_s)
+        node.launched = begin(meeting.expect(index, node.come))
+        return node
+
+    def close() -> None:
+        meeting.close()
+        finish()
+
+    return Launch(launch, close)

@@ -17,12 +17,11 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection as Bytes
-from multiprocessing.connection import answer_challenge, deliver_challenge
-from typing import NoReturn, Protocol
+from multiprocessing import connection
+from typing import NoReturn
 
 from swath.errors import ClosedError
 from swath.runtime.channel import Channel
@@ -32,15 +31,10 @@ CHECK_S = 10.0
 """How long somebody may take to prove that he knows the secret."""
 STRANGERS = 64
 """How many are checked at the same time; others wait."""
-WELCOME, REFUSED = b"welcome", b"refused"
 GREETING_BYTES = 300
-
-
-class Expected(Protocol):
-    """A node that is expected."""
-
-    def come(self, channel: Channel, host: str, pid: int) -> None:
-        """It is there."""
+WELCOME, REFUSED = b"welcome", b"refused"
+Come = Callable[[Channel, str, int], None]
+"""Is called when a node is there, with the way to it, its host and its pid."""
 
 
 class Meeting:
@@ -62,20 +56,20 @@ class Meeting:
             raise OSError(error.errno, problem) from error
         self.address, self.port = self._listener.getsockname()[:2]
         self._secret = secret or secrets.token_bytes(32)
-        self._expected: dict[int, tuple[int, Expected | None]] = {}
-        """Generation of each index, and whom it is for until it has come."""
+        self._expected: dict[int, tuple[int, Come | None]] = {}
+        """Generation of each index, and whom to tell as long as it has not come."""
         self._is_closed = False
         self._turn, self._room = threading.Lock(), threading.BoundedSemaphore(STRANGERS)
         self._thread = threading.Thread(target=self._accept, daemon=True, name="swath meeting")
         self._thread.start()
 
-    def expect(self, index: int, node: Expected) -> Invitation:
+    def expect(self, index: int, come: Come) -> Invitation:
         """Wait for the node of that index, and not for a former one; what to give to it."""
         with self._turn:
             if self._is_closed:
                 raise ClosedError("The collector was shut down: no node is started any more.")
             generation = self._expected[index][0] + 1 if index in self._expected else 0
-            self._expected[index] = generation, node
+            self._expected[index] = generation, come
         return Invitation(self.address, self.port, self._secret, index, generation)
 
     def close(self) -> None:
@@ -97,26 +91,25 @@ class Meeting:
             threading.Thread(target=self._meet, args=(end,), daemon=True, name="swath meeting").start()
 
     def _meet(self, end: socket.socket) -> None:
+        come: Come | None = None
         try:
             with checked(end) as way:
-                deliver_challenge(way, self._secret)
-                answer_challenge(way, self._secret)
+                connection.deliver_challenge(way, self._secret)
+                connection.answer_challenge(way, self._secret)
                 index, generation, pid, host = way.recv_bytes(GREETING_BYTES).decode().split(" ", 3)
                 with self._turn:
-                    expected, node = self._expected.get(int(index), (-1, None))
-                    if expected != int(generation):
-                        node = None
-                    if node is not None:
-                        self._expected[int(index)] = expected, None
-                way.send_bytes(REFUSED if node is None else WELCOME)
-            if node is not None:
-                node.come(Channel(end), host, int(pid))
-                return
+                    if self._expected.get(int(index), (-1, None))[0] == int(generation):
+                        come = self._expected[int(index)][1]
+                        self._expected[int(index)] = int(generation), None
+                way.send_bytes(REFUSED if come is None else WELCOME)
+            if come is not None:
+                come(Channel(end), host, int(pid))
         except Exception:  # too slow, gone, or whatever a stranger's bytes may lead to
-            pass
+            come = None
         finally:
             self._room.release()
-        end.close()
+            if come is None:
+                end.close()
 
 
 @dataclass(frozen=True)
@@ -136,10 +129,10 @@ class Invitation:
             end = socket.create_connection((self.address, self.port), timeout=CHECK_S)
             end.settimeout(None)
             with checked(end) as way:
-                answer_challenge(way, self.secret)
-                deliver_challenge(way, self.secret)
+                connection.answer_challenge(way, self.secret)
+                connection.deliver_challenge(way, self.secret)
                 way.send_bytes(f"{self.index} {self.generation} {os.getpid()} {host}".encode()[:GREETING_BYTES])
-                answer = way.recv_bytes(len(REFUSED))
+                answer = way.recv_bytes(GREETING_BYTES)
         except Exception as error:
             raise ConnectionError(
                 f"Node {self.index} on {host} does not reach its trainer at {place} ({error!r}): it has ended, or a "
@@ -148,11 +141,11 @@ class Invitation:
         if answer != WELCOME:
             raise ConnectionError(f"The trainer at {place} does not expect node {self.index}, or no more.")
         run(end)
-        raise AssertionError("The process should have ended.")
+        raise AssertionError("A node ends with its process.")
 
 
 @contextmanager
-def checked(end: socket.socket) -> Iterator[Bytes]:
+def checked(end: socket.socket) -> Iterator[connection.Connection]:
     """A way to exchange runs of bytes, which is over after `CHECK_S`."""
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -160,7 +153,7 @@ def checked(end: socket.socket) -> Iterator[Bytes]:
     timer.daemon = True
     timer.start()
     try:
-        with Bytes(os.dup(end.fileno())) as way:
+        with connection.Connection(os.dup(end.fileno())) as way:
             yield way
     finally:
         timer.cancel()

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from swath.collectors.distributed.launchers import Launched
+from swath.collectors.distributed.launchers import Launched, Way
 from swath.collectors.distributed.meeting import Invitation, Meeting
 from swath.collectors.distributed.remote_config import DistributedConfig
 
@@ -22,14 +21,14 @@ NAMES = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
 """How torchrun, Open MPI and MPICH tell a process which rank it is, and of how many."""
 
 
-def become(config: DistributedConfig) -> tuple[Meeting, Callable[[Invitation], Launched]]:
+def become(config: DistributedConfig) -> Way:
     """In rank 0, the meeting of its collector; in others, the node: then this does not return."""
     told = [(int(os.environ[rank]), int(os.environ[size])) for rank, size in NAMES if rank in os.environ]
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not told or not host or not port:
         raise RuntimeError(
             "launcher='torchrun' is for programs that torchrun has started, as in `torchrun --nproc-per-node 3 "
-            "train.py`, or mpirun with MASTER_ADDR and MASTER_PORT in the environment: address and a free port of rank 0."
+            "train.py`, or mpirun, with MASTER_ADDR and MASTER_PORT (of rank 0, and free) in the environment."
         )
     rank, ranks = told[0]
     if config.workers != ranks - 1:
@@ -43,12 +42,12 @@ def become(config: DistributedConfig) -> tuple[Meeting, Callable[[Invitation], L
             raise TimeoutError(f"Rank 0 has made no collector within {config.start_timeout_s:g} s.") from error
         Invitation(address, int(at), bytes.fromhex(secret), rank - 1).accept()
 
-    def expect(invitation: Invitation) -> Launched:
+    def begin(invitation: Invitation) -> Launched:
         if invitation.index == ranks - 2:  # all are expected
             store.set(key, f"{invitation.address} {invitation.port} {invitation.secret.hex()}")
         return Launched(lambda: f"rank {invitation.index + 1}, which must come to the constructor of this collector")
 
-    return Meeting(config.address or host, int(config.tcp_port or 0)), expect
+    return Meeting(config.address or host, int(config.tcp_port or 0)), begin, lambda: None
 
 
 def _store(host: str, port: int, rank: int, timeout_s: float) -> dist.TCPStore:

@@ -17,33 +17,18 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swath.collectors.distributed.groups import check_backend
-from swath.collectors.distributed.launchers import Launched
+from swath.collectors.distributed.launchers import Launched, Way
 from swath.collectors.distributed.meeting import Invitation, Meeting
 from swath.errors import StallWarning
 
-ENDED = [
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "TIMEOUT",
-]
-ANSWER_S = 10.0
-"""How long a command of Slurm may take."""
-LOOK_S = 10.0
-"""How often Slurm is asked at the least, while the end of a job is waited for."""
-GRACE_S = 10.0
-"""How long nodes may take to end after the function that they collect for."""
-Start = Callable[[Invitation], Launched]
+GOING_ON = ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "STOPPED", "SIGNALING", "STAGE_OUT", "")
+ANSWER_S = LOOK_S = GRACE_S = 10.0
+"""How long a command of Slurm may take, how often it is asked at the least, and how long nodes may outlive main()."""
 
 
 class SlurmJob:
@@ -61,43 +46,36 @@ class SlurmJob:
         self._known: dict[str, str] = {}
 
     def state(self) -> str:
-        """In Slurm's words."""
-        if self._known.get("JobState") not in ENDED:
+        """In Slurm's word; nothing if that does not answer."""
+        if self._known.get("JobState", "") in GOING_ON:
             command = ["scontrol", "--oneliner", "show", "job", self.submitted.job_id]
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 told = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S).stdout
-            except subprocess.TimeoutExpired:
-                told = ""
-            self._known = dict(re.findall(r"(\w+)=(\S+)", told)) or self._known
-        return self._known.get("JobState", "not known to Slurm")
+                self._known = dict(re.findall(r"(\w+)=(\S+)", told)) or self._known
+        return self._known.get("JobState", "")
 
     def describe(self) -> str:
-        """In words, with the last that it has said."""
-        state, reason = self.state(), self._known.get("Reason", "None").replace("None", "")
+        """How it is doing, with the last that it has said if it has failed."""
+        state, reason = self.state() or "not known", self._known.get("Reason", "").replace("None", "")
         said = Path(self.submitted.paths.stderr)
-        words = f" and has said: {said.read_text(errors='replace')[-1500:]}" if said.exists() else ""
+        words = f", and has said: {said.read_text(errors='replace')[-1500:]}" if said.exists() else ""
         return f"job {self.submitted.job_id} of Slurm, which is {state} {reason}".rstrip() + words * (state == "FAILED")
 
     def exitcode(self, timeout_s: float) -> int | None:
         """How it has ended, if it does in time."""
         deadline, pause = time.monotonic() + timeout_s, 0.1
-        while (state := self.state()) not in ENDED:
+        while (state := self.state()) in GOING_ON:
             if (left := deadline - time.monotonic()) <= 0:
                 return None
             time.sleep(min(left, pause))
             pause = min(LOOK_S, 2 * pause)
-        if state == "CANCELLED":
-            return -signal.SIGTERM
-        code, number = map(int, self._known["ExitCode"].split(":"))
-        return -(number or code - 128) if number or code > 128 else code  # srun tells of a signal as shells do
+        code, number = map(int, self._known.get("ExitCode", "1:0").split(":"))
+        number = signal.SIGTERM if state == "CANCELLED" else number or max(0, code - 128)  # which is how srun tells
+        return -number or code
 
     def kill(self) -> None:
         """Cancel it."""
         subprocess.run(["scancel", self.submitted.job_id], capture_output=True, timeout=ANSWER_S)
-
-    def launched(self) -> Launched:
-        """As what a node is."""
-        return Launched(self.describe, self.exitcode, self.kill)
 
 
 def job_folder(*settings: Mapping[str, Any]) -> tuple[Path, Callable[[], None]]:
@@ -105,14 +83,19 @@ def job_folder(*settings: Mapping[str, Any]) -> tuple[Path, Callable[[], None]]:
     asked = [Path(each["folder"]) for each in settings if "folder" in each]
     for folder in asked:
         folder.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix="swath-jobs-", dir=asked[0] if asked else os.getcwd()))
+    made = Path(tempfile.mkdtemp(prefix="swath-jobs-", dir=asked[0].absolute() if asked else os.getcwd()))
     return made, lambda: None if asked else shutil.rmtree(made, ignore_errors=True)
 
 
-def jobs(settings: Mapping[str, Any], address: str, port: int) -> tuple[Meeting, Start, Callable[[], None]]:
+def jobs(settings: Mapping[str, Any], address: str, port: int) -> Way:
     """Nodes that are a job each, submitted from here."""
-    folder, close = job_folder(settings)
-    return Meeting(address, port), lambda own: SlurmJob(folder, settings, own.accept).launched(), close
+    meeting, (folder, close) = Meeting(address, port), job_folder(settings)
+
+    def begin(invitation: Invitation) -> Launched:
+        job = SlurmJob(folder, settings, invitation.accept)
+        return Launched(job.describe, job.exitcode, job.kill)
+
+    return meeting, begin, close
 
 
 # -- delayed -------------------------------------------------------------------------------------------------------
@@ -140,24 +123,17 @@ class DelayedRun:
         deadline, place = time.monotonic() + self.start_timeout_s, self.folder / "trainer"
         while not place.exists():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"main() has made no collector for its nodes within {self.start_timeout_s:g} s.")
+                raise TimeoutError(f"No collector was made for the nodes within {self.start_timeout_s:g} s.")
             time.sleep(0.2)
         address, port = place.read_text().split()
         Invitation(address, int(port), self.secret, index).accept()
-
-    def expect(self, invitation: Invitation, nodes: int) -> Launched:
-        """Tell nodes where the trainer listens, once it expects all of them."""
-        if invitation.index == nodes - 1:
-            (self.folder / "new").write_text(f"{invitation.address} {invitation.port}")
-            (self.folder / "new").rename(self.folder / "trainer")
-        return Launched(lambda: f"number {invitation.index} of the jobs that submitit_delayed_launcher submits")
 
 
 _run: DelayedRun | None = None
 """In the job of a user's function."""
 
 
-def delayed(nodes: int, address: str, port: int) -> tuple[Meeting, Start]:
+def delayed(nodes: int, address: str, port: int) -> Way:
     """Nodes that wait in jobs which were submitted for this process."""
     run = _run
     if run is None:
@@ -167,7 +143,14 @@ def delayed(nodes: int, address: str, port: int) -> tuple[Meeting, Start]:
         )
     if nodes > run.num_jobs:
         raise ValueError(f"{nodes} nodes need submitit_delayed_launcher(num_jobs={nodes}), not {run.num_jobs}.")
-    return Meeting(address, port or run.port, run.secret), lambda invitation: run.expect(invitation, nodes)
+
+    def begin(invitation: Invitation) -> Launched:
+        if invitation.index == nodes - 1:  # all are expected
+            (run.folder / "new").write_text(f"{invitation.address} {invitation.port}")
+            (run.folder / "new").rename(run.folder / "trainer")
+        return Launched(lambda: f"number {invitation.index} of the jobs that submitit_delayed_launcher submits")
+
+    return Meeting(address, port or run.port, run.secret), begin, lambda: None
 
 
 def submitit_delayed_launcher(
@@ -186,18 +169,15 @@ def submitit_delayed_launcher(
 
     Args:
         num_jobs: how many nodes there are; the collector may use fewer.
-        framework: "distributed" or "rpc"; as `backend`, it is the collector's that counts.
-        backend: the collector's.
+        framework: "distributed" or "rpc". Here and for `backend`, what the collector is counts.
+        backend: see there.
         tcpport: at which port the trainer listens, if the collector does not say; by default one that is free.
-        submitit_main_conf: for submitit's executor, what the function's job needs. In its `folder`, which all machines
-            must share, jobs leave what they print; by default it is the current one, where nothing is left.
-        submitit_collection_conf: the same for the jobs of nodes. submitit's `timeout_min` is 5 by default.
+        submitit_main_conf: for the function's job; see `slurm_kwargs` of the collector.
+        submitit_collection_conf: for the jobs of nodes. Their `timeout_min` is 5 if nothing is said.
         start_timeout_s: how long nodes wait for the collector to be made.
     """
     if framework not in ("distributed", "rpc"):
         raise NotImplementedError(f"framework={framework!r} is unknown: use 'distributed' or 'rpc'.")
-    if framework == "distributed":
-        check_backend(backend)
     for_main, for_nodes = submitit_main_conf or {}, submitit_collection_conf or {}
 
     def decorate(main: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,23 +185,18 @@ def submitit_delayed_launcher(
         def launch(*args: Any, **kwargs: Any) -> Any:
             folder, close = job_folder(for_main, for_nodes)
             run = DelayedRun(folder, secrets.token_bytes(32), int(tcpport or 0), num_jobs, start_timeout_s)
-            submitted: list[SlurmJob] = []
+            call, submitted = functools.partial(main, *args, **kwargs), list[SlurmJob]()
             try:
-                job = SlurmJob(
-                    folder, for_main, functools.partial(run.be_main, functools.partial(main, *args, **kwargs))
-                )
+                job = SlurmJob(folder, for_main, functools.partial(run.be_main, call))
                 submitted.append(job)
-                begun, has_warned = time.monotonic(), False
-                while job.exitcode(60.0 if len(submitted) > 1 else 1.0) is None:
-                    if len(submitted) == 1 and job.state() == "RUNNING":
-                        calls = [functools.partial(run.be_node, index) for index in range(num_jobs)]
-                        submitted += [SlurmJob(folder, for_nodes, call) for call in calls]
-                    elif len(submitted) == 1 and time.monotonic() > begun + 15.0 and not has_warned:
-                        has_warned = True
-                        warnings.warn(f"{main.__name__} does not run yet: it is {job.describe()}.", StallWarning, 2)
-                deadline = time.monotonic() + GRACE_S * (job.exitcode(0.0) == 0)
-                for each in submitted:
-                    each.exitcode(max(0.0, deadline - time.monotonic()))
+                _wait_in_queue(job)
+                for index in range(num_jobs):
+                    submitted.append(SlurmJob(folder, for_nodes, functools.partial(run.be_node, index)))
+                while (code := job.exitcode(60.0)) is None:
+                    pass
+                deadline = time.monotonic() + GRACE_S * (code == 0)
+                for node in submitted[1:]:
+                    node.exitcode(max(0.0, deadline - time.monotonic()))
                 if not job.submitted.paths.result_pickle.exists():
                     raise RuntimeError(f"{main.__name__} has not come to its end: it was {job.describe()}.")
                 return job.submitted.result()
@@ -234,3 +209,12 @@ def submitit_delayed_launcher(
         return launch
 
     return decorate
+
+
+def _wait_in_queue(job: SlurmJob) -> None:
+    """Wait until a job runs or has ended; if that takes long, say why."""
+    begun, has_warned = time.monotonic(), False
+    while job.exitcode(1.0) is None and job.state() != "RUNNING":
+        if not has_warned and time.monotonic() > begun + 15.0:
+            has_warned = True
+            warnings.warn(f"The function is not called yet: it is {job.describe()}.", StallWarning, stacklevel=3)
