@@ -83,14 +83,18 @@ class Host:
         self._folder = folder
         self._programs: list[Program] = []
 
+    def command(self, *command: str | Path) -> list[str]:
+        """What runs a command here, whoever calls it."""
+        # A host has files of its own already, by way of `ip netns exec`, so that only its programs see what is mounted.
+        named = ("unshare", "--uts", "sh", "-c", NAMED, self.name, self._folder / "hosts")
+        return [*map(str, (IP, "netns", "exec", self.namespace, *named, *command))]
+
     def start(self, *command: str | Path, env: Mapping[str, str] | None = None) -> Program:
         """Start a command here; it imports what the test can import. `env` adds to its environment."""
         log = self._folder / f"{self.name}-{len(self._programs)}.log"
-        # A host has files of its own already, by way of `ip netns exec`, so that only its programs see what is mounted.
-        named = ("unshare", "--uts", "sh", "-c", NAMED, self.name, self._folder / "hosts")
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [*map(str, (IP, "netns", "exec", self.namespace, *named, *command))],
+                self.command(*command),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 
 from swath.collectors.arguments import fixed, takes
-from swath.collectors.distributed.groups import check_backend
+from swath.collectors.distributed.groups import GroupWire, check_backend
 from swath.collectors.distributed.launchers import launcher
 from swath.collectors.distributed.remote import RemoteCarrier
 from swath.collectors.distributed.remote_config import DistributedConfig, RemoteConfig
@@ -75,7 +75,7 @@ class DistributedCollector(RemoteCollector):
 
     def make_launch(self, config: DistributedConfig) -> Launch:
         """By the launcher that was asked for."""
-        return launcher(config)
+        return launcher(config, functools.partial(GroupWire, backend=config.backend, timeout_s=config.node_timeout_s))
 
 
 class DistributedSyncCollector(DistributedCollector):
