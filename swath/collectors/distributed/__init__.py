@@ -1,5 +1,5 @@
 """Collectors with workers on other machines."""
 
-from swath.collectors.distributed.classes import DistributedCollector, DistributedSyncCollector
+from swath.collectors.distributed.classes import DistributedCollector, DistributedSyncCollector, RPCCollector
 
-__all__ = ["DistributedCollector", "DistributedSyncCollector"]
+__all__ = ["DistributedCollector", "DistributedSyncCollector", "RPCCollector"]

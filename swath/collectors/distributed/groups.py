@@ -7,6 +7,7 @@ store at which strangers could knock.
 
 from __future__ import annotations
 
+import functools
 import pickle
 import threading
 import time
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from swath.collectors.distributed.wire import Meeting
 from swath.errors import ChannelClosedError
 from swath.runtime.channel import Channel
 
@@ -36,6 +38,14 @@ def check_backend(backend: str) -> None:
             f"backend={backend!r}: this torch ({torch.__version__}) was built without it; use backend='gloo', or a "
             "torch that has it."
         )
+
+
+def group_meeting(backend: str, timeout_s: float) -> Meeting:
+    """Two ranks form a group of their own."""
+    of_trainer, of_node = (
+        functools.partial(GroupWire, backend=backend, rank=rank, timeout_s=timeout_s) for rank in (TRAINER, NODE)
+    )
+    return Meeting(of_trainer, of_node)
 
 
 class MeetingStore(dist.Store):
@@ -66,7 +76,7 @@ class MeetingStore(dist.Store):
 class GroupWire:
     """A channel for parcels, and a process group of two for their bodies."""
 
-    def __init__(self, channel: Channel, backend: str, rank: int, address: str, timeout_s: float) -> None:
+    def __init__(self, channel: Channel, address: str, backend: str, rank: int, timeout_s: float) -> None:
         """Form the group, as `rank`, with the other side of `channel`; this side listens at `address` alone."""
         self._channel, self._peer = channel, 1 - rank
         self._turn = threading.Lock()

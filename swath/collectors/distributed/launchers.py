@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swath.collectors.distributed.groups import NODE, TRAINER, GroupWire
 from swath.collectors.distributed.node import serve
 from swath.collectors.distributed.remote_config import DistributedConfig
-from swath.collectors.distributed.wire import Launch, Wire
+from swath.collectors.distributed.wire import Launch, Meeting, Wire
 from swath.runtime.carrier import Stop
 from swath.runtime.channel import Channel
 from swath.runtime.process import Process, end_all, start
@@ -19,12 +18,11 @@ LOOPBACK = "127.0.0.1"
 class LocalNode:
     """What the process of a node on this machine runs."""
 
-    backend: str
-    timeout_s: float
+    meeting: Meeting
 
     def __call__(self, channel: Channel) -> None:
         """Be the node, to the end of the process."""
-        serve(GroupWire(channel, self.backend, NODE, LOOPBACK, self.timeout_s))
+        serve(self.meeting.of_node(channel, LOOPBACK))
 
 
 class NodeProcess:
@@ -32,11 +30,11 @@ class NodeProcess:
 
     where = "this machine"
 
-    def __init__(self, process: Process, backend: str, timeout_s: float) -> None:
-        self._process, self._backend, self._timeout_s = process, backend, timeout_s
+    def __init__(self, process: Process, meeting: Meeting) -> None:
+        self._process, self._meeting = process, meeting
 
     def connect(self) -> Wire:  # noqa: D102 - see `Node`
-        return GroupWire(self._process.channel, self._backend, TRAINER, LOOPBACK, self._timeout_s)
+        return self._meeting.of_trainer(self._process.channel, LOOPBACK)
 
     def pid(self) -> int:  # noqa: D102 - see `Node`
         return self._process.pid
@@ -55,16 +53,13 @@ class NodeProcess:
         end_all([self._process], Stop(), timeout_s)
 
 
-def launcher(config: DistributedConfig) -> Launch:
+def launcher(config: DistributedConfig, meeting: Meeting) -> Launch:
     """How nodes are started."""
     import swath
 
-    timeout_s, method, warns = config.node_timeout_s, config.mp_start_method, not swath.filter_warnings_subprocess
+    method, warns = config.mp_start_method or "forkserver", not swath.filter_warnings_subprocess
 
     def launch(index: int) -> NodeProcess:
-        node = LocalNode(config.backend, timeout_s)
-        return NodeProcess(
-            start(node, method or "forkserver", config.num_sub_threads, warns), config.backend, timeout_s
-        )
+        return NodeProcess(start(LocalNode(meeting), method, config.num_sub_threads, warns), meeting)
 
     return launch

@@ -143,13 +143,14 @@ class RemoteCarrier:
             connection.post(message)
 
     def wait(self, timeout_s: float) -> bool:
+        for connection in list(self._connections.values()):
+            connection.look_for_silence(self._timeout_s)
         return bool(self._poll.poll(max(0.0, timeout_s) * 1000))
 
     def receive(self) -> list[tuple[int, News]]:
         self._came.lower()
         heard: list[tuple[int, News]] = []
         for index, connection in list(self._connections.items()):
-            connection.look_for_silence(self._timeout_s)
             heard.extend((index, connection.news.popleft()) for _ in range(len(connection.news)))
         return heard
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from swath.keys import Key
 from swath.runtime.carrier import Message, News, Order, Task, Topic
-from swath.runtime.channel import pack
+from swath.runtime.channel import Channel, pack
 from swath.runtime.columns import Leaf
 from swath.runtime.snapshots import SnapshotContents
 
@@ -120,6 +120,17 @@ class Wire(Protocol):
 
     def close(self) -> None:
         """End the connection: whoever sends or receives, at either end, is told. From any thread, more than once."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How the two ends of a channel become those of a wire; both are given the address at which they may listen.
+
+    The node's is sent by value.
+    """
+
+    of_trainer: Callable[[Channel, str], Wire]
+    of_node: Callable[[Channel, str], Wire]
 
 
 class Node(Protocol):
