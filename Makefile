@@ -15,7 +15,7 @@ BENCH_ARGS ?=
 .DEFAULT_GOAL := help
 # Both stamps install into one environment, so they may not run at the same time.
 .NOTPARALLEL:
-.PHONY: help demo test check bench bench-processes clean
+.PHONY: help demo test parts check bench bench-processes clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -23,8 +23,11 @@ help: ## List the targets
 demo: $(VENV)/.demo.stamp ## Train PPO on CartPole-v1 and draw its learning curve
 	$(PY) examples/ppo_cartpole.py --plot learning_curve.png $(DEMO_ARGS)
 
-test: $(VENV)/.dev.stamp ## Run the tests (PYTEST_ARGS="-k loop" to choose)
+test: $(VENV)/.dev.stamp parts ## Run the tests (PYTEST_ARGS="-k loop" to choose)
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+parts: # What the tests of clusters need beyond Python: Slurm, and tools for networks
+	@.ci/parts
 
 check: $(VENV)/.dev.stamp ## Lint, formatting, types, layer rule, spelling, rules of the house
 	$(PY) -m ruff check .

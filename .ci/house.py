@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LONGEST = 450
-SIZES = {"swath": 24_400, "tests": 31_500}
+SIZES = {"swath": 24_400, "tests": 32_250}
 """Lines in all: what there is now. They go up only with something new for users, and by no more than that takes."""
 SAME_NAMES = {
     "__init__.py": "packages",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,14 @@ def child(target: Callable[..., None], *args: Any, context: Any = FORK) -> Itera
 def hear(pipe: Any) -> Any:
     assert pipe.poll(ANSWER_S), "the other process said nothing"
     return pipe.recv()
+
+
+def until(condition: Callable[[], Any], seconds: float = ANSWER_S) -> None:
+    """Wait until `condition` holds; fails if that takes too long."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for has not come"
+        time.sleep(0.01)
 
 
 def is_gone(pid: int) -> bool:

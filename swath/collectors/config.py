@@ -11,12 +11,14 @@ import torch
 from tensordict import TensorDictBase
 
 from swath.collectors.kinds import check_kind, check_least, check_one_of
+from swath.collectors.worker import EngineTask
 from swath.keys import WORKER_BITS
 from swath.modules.exploration import ExplorationType
 from swath.rollout.devices import Devices, as_device
 from swath.rollout.engine import EngineSettings, Hook
 from swath.rollout.loop import Interruptor
 from swath.rollout.split import split_trajectories
+from swath.runtime.carrier import Task
 
 Buffer: TypeAlias = Any
 """A `ReplayBuffer`, or what works like one: it has `extend` and `sample`."""
@@ -243,18 +245,28 @@ class CommonConfig:
         """Where env, policy and storage of a worker are."""
         return Devices.resolve(*(self.of(name, worker) for name in DEVICES))
 
+    def task_of(self, task: EngineTask) -> Task:
+        """What a worker is started for: one engine, if a subclass has nothing else in mind."""
+        return task
+
     @property
     def tracks_version(self) -> bool:
         """Whether frames carry the version that made them."""
         raise NotImplementedError
 
+    @property
+    def workers_write(self) -> bool:
+        """Whether engines write to the replay buffer themselves."""
+        return self.replay_buffer is not None
+
     def engine_settings(self, worker: int, *, shares_policy: bool = False) -> EngineSettings:
         """What an engine needs to know of all this: what has the same name there, and what follows from the rest."""
         shared = {field.name for field in fields(self)} & {field.name for field in fields(EngineSettings)}
         settings = EngineSettings(**{name: getattr(self, name) for name in shared})
-        limit, writes = self.max_frames_per_traj, self.replay_buffer is not None
+        limit, writes = self.max_frames_per_traj, self.workers_write
         return replace(
             settings,
+            replay_buffer=self.replay_buffer if writes else None,
             max_frames_per_traj=limit if limit is not None and limit > 0 else None,
             exploration=self.exploration_type,
             track_version=self.tracks_version,

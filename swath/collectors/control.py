@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from swath.collectors.buffer_sink import BufferSink
 from swath.collectors.config import CommonConfig
 from swath.collectors.delivery import Delivery, FirstCome, Part
 from swath.collectors.free_running import FreeRunning
@@ -41,6 +42,8 @@ class Control(ABC):
         self.closed = True  # until there is something to shut down
         self._episodes = Episodes()
         self._free: FreeRunning | None = None
+        self._sink: BufferSink | None = None
+        """What writes to the replay buffer here, where workers cannot."""
         self._hooks: dict[str, Any] = {n: getattr(config, n) for n in ("pre_collect_hook", "post_collect_hook")}
         self._profile: ProfileConfig | None = None
         self._iterating = False
@@ -252,11 +255,11 @@ class Control(ABC):
             "policy_version": self.policy_version,
             "pending_frames": sums["pending_frames"] + self._episodes.pending_frames,
             "dropped_frames": sums["dropped_frames"] + self._episodes.dropped + delivery.discarded_frames,
-            "lost_frames": roster.lost_frames,
+            "lost_frames": sums["lost_frames"] + roster.lost_frames,
             "slots_allocated": delivery.slots_allocated,
             "workers": self.num_workers,
             "workers_alive": 0 if self.closed else len(self._pool.carrier.alive()),
-            "worker_restarts": self._pool.restarts,
+            "worker_restarts": sums["worker_restarts"] + self._pool.restarts,
         }
         if not found["idle_frames"]:
             del found["idle_frames"]

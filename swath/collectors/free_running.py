@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from swath.collectors.delivery import Delivery
+from swath.collectors.delivery import Delivery, Part
 from swath.errors import annotate
 
 REST_S = 60.0
@@ -40,9 +40,15 @@ SWITCH_S = 0.0001
 class FreeRunning:
     """Runs a delivery again and again in a thread, until there is no more, or it is stopped."""
 
-    def __init__(self, delivery: Delivery, name: str, finish: Callable[[], object]) -> None:
-        """Make ready; `finish` is called in the thread when all is collected."""
-        self._delivery, self._finish = delivery, finish
+    def __init__(
+        self,
+        delivery: Delivery,
+        name: str,
+        finish: Callable[[], object],
+        take: Callable[[list[Part]], None] | None = None,
+    ) -> None:
+        """Make ready; `finish` is called in the thread when all is collected, `take` for what is delivered."""
+        self._delivery, self._finish, self._take = delivery, finish, take
         self._name = name
         self._turn = threading.Condition()
         self._resters: list[int] = []
@@ -68,10 +74,14 @@ class FreeRunning:
     def _run(self) -> None:
         try:
             while self._may_go_on():
-                if self._delivery.next(in_bulk=True) is None:
+                parts = self._delivery.next(in_bulk=True)
+                if parts is None:
                     self._finish()
                     self.is_finished = True
                     return
+                if self._take is not None:
+                    self._take(parts)
+                del parts  # its claims to slots
         except BaseException as error:
             if not (self._is_stopping and self._delivery.pool.is_closed):
                 annotate(error, f"Raised while {self._name} collected in the background.")
@@ -126,6 +136,10 @@ class FreeRunning:
         """Whether it collects beside the caller: the thread lives, is another, and does not rest for the caller."""
         rests_for_caller = self._is_resting and threading.get_ident() in self._resters
         return self.is_alive and not self.is_here and not rests_for_caller
+
+    def is_wanted(self) -> bool:
+        """Whether a caller wants it to rest or to stop: asked while the replay buffer makes it wait."""
+        return bool(self._resters) or self._is_stopping
 
     @contextlib.contextmanager
     def resting(self, timeout_s: float = REST_S) -> Iterator[None]:

@@ -6,13 +6,14 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
 from swath.collectors.arguments import fixed, takes
+from swath.collectors.buffer_sink import BufferSink
 from swath.collectors.delivery import Barrier, Delivery, FirstCome, Part, Terms
 from swath.collectors.joining import STACK, joined, named
 from swath.collectors.multi_config import MultiConfig
@@ -44,6 +45,7 @@ class MultiCollector(BaseCollector):
 
     config_class = MultiConfig
     config: MultiConfig
+    process_carrier: ClassVar[type[ProcessCarrier]] = ProcessCarrier
 
     def __new__(cls: type[Kind], *args: Any, sync: bool | None = None, **options: Any) -> Kind:
         """The kind of collector that `sync` asks for."""
@@ -73,7 +75,7 @@ class MultiCollector(BaseCollector):
         publisher = self._roster.publisher = Publisher(carrier)
         when = "before" if config.sync else "after"
         self._weights = WeightsControl(
-            self._pool, publisher, config.policy, config.workers, when, config.update_interval
+            self._pool, publisher, config.policy, config.workers, when, config.publish_interval
         )
         self._open()
         try:
@@ -81,6 +83,8 @@ class MultiCollector(BaseCollector):
             terms = self._terms(publisher)
             self._delivery = self._new_delivery(terms)
             self._roster.watch(self._pool, self._delivery)
+            if config.replay_buffer is not None and not config.workers_write:
+                self._sink = BufferSink(config, terms, self._episodes)
             self._weights.publish_first(terms.layout.policy, isinstance(config.policy_factory, list | tuple))
         except BaseException:
             self.shutdown(raise_on_error=False)
@@ -96,7 +100,7 @@ class MultiCollector(BaseCollector):
             return LocalCarrier(config.workers, FIELDS)
         import swath
 
-        return ProcessCarrier(
+        return self.process_carrier(
             config.workers,
             FIELDS,
             method=config.mp_start_method or "forkserver",
@@ -106,7 +110,7 @@ class MultiCollector(BaseCollector):
 
     def _share_buffer(self) -> None:
         buffer = self.config.replay_buffer
-        if buffer is None:
+        if not self.config.workers_write:
             return
         if not isinstance(buffer, ReplayBuffer):
             raise TypeError(
@@ -132,18 +136,23 @@ class MultiCollector(BaseCollector):
         """What follows from what the workers have said of themselves."""
         config, first = self.config, self._pool.started[0]
         assert isinstance(first, BatchLayout)
-        for index, layout in self._pool.started.items():
-            assert isinstance(layout, BatchLayout)
-            both = (("batch_size", first.batch_size, layout.batch_size), ("entries", first.leaves, layout.leaves))
-            for what, wanted, given in both:
-                if wanted != given:
-                    raise ValueError(
-                        f"All workers must produce batches of one layout, but worker {index} ({layout.env}) differs "
-                        f"from worker 0 ({first.env}) in its {what}: {given} instead of {wanted}."
-                    )
+        for index in self._pool.started:
+            self._check_layout(index, first)
         lanes = math.prod(first.batch_size)
         steps = {index: -(-config.frames_of(index) // lanes) for index in range(config.workers)}
         return Terms.of(config, first, steps, publisher)
+
+    def _check_layout(self, index: int, first: BatchLayout) -> None:
+        """Refuse a worker whose batches do not look like those of the first."""
+        layout = self._pool.started[index]
+        assert isinstance(layout, BatchLayout)
+        both = (("batch_size", first.batch_size, layout.batch_size), ("entries", first.leaves, layout.leaves))
+        for what, wanted, given in both:
+            if wanted != given:
+                raise ValueError(
+                    f"All workers must produce batches of one layout, but worker {index} ({layout.env}) differs "
+                    f"from worker 0 ({first.env}) in its {what}: {given} instead of {wanted}."
+                )
 
     def _new_delivery(self, terms: Terms) -> Delivery:
         raise NotImplementedError

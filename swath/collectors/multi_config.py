@@ -146,7 +146,7 @@ class MultiConfig(CommonConfig):
                 warnings.warn(f"{name}={getattr(self, name)!r} has no effect here.", stacklevel=7)
 
     @property
-    def update_interval(self) -> int | None:
+    def publish_interval(self) -> int | None:
         """After how many batches the policy's weights are published by themselves."""
         return 1 if self.update_at_each_batch else None
 

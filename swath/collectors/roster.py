@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,11 +14,21 @@ from swath.collectors.worker import EngineTask, LocalTask
 from swath.data import ReplayBuffer
 from swath.envs.registry import Registered
 from swath.rollout.engine import Engine
+from swath.runtime.carrier import Task
 from swath.runtime.pool import Pool
 from swath.seeding import lane_seed
 from swath.weights import Publisher
 
-LASTING = ("episodes", "idle_frames", "dropped_frames", "time/env", "time/policy", "time/bookkeeping")
+LASTING = (
+    "episodes",
+    "idle_frames",
+    "dropped_frames",
+    "lost_frames",
+    "worker_restarts",
+    "time/env",
+    "time/policy",
+    "time/bookkeeping",
+)
 """Numbers of a worker that count on when another takes its place."""
 
 
@@ -41,7 +52,7 @@ class Roster:
         self._watched: tuple[weakref.ref[Pool[Part]], weakref.ref[Delivery]] | None = None
         self.next_number = config.worker_idx or 0
         """Of the next worker that needs one for its ids."""
-        self._config, self._policy, self._engine = config, policy, engine
+        self.config, self._policy, self._engine = config, policy, engine
         self._registered = None if engine is not None else Registered.here()
 
     def watch(self, pool: Pool[Part], delivery: Delivery) -> None:
@@ -54,12 +65,12 @@ class Roster:
         pool, delivery = (ref() for ref in self._watched)
         return None if pool is None or delivery is None else (pool, delivery)  # type: ignore[return-value]
 
-    def task(self, index: int, replaces: bool) -> EngineTask | LocalTask:
+    def task(self, index: int, replaces: bool) -> Task:
         """What to start a worker for."""
-        config = self._config
+        config = self.config
         if self._engine is not None:
             return LocalTask(self._engine, config.worker_idx or 0)
-        return EngineTask(
+        task = EngineTask(
             index=index,
             number=self._new_number(),
             settings=replace(config.engine_settings(index), **self.hooks),
@@ -69,19 +80,20 @@ class Roster:
             policy_factory=config.of("policy_factory", index),
             init_fn=config.of("init_fn", index),
             registered=self._registered,
-            seed=self._seed_of_replacement() if replaces else None,
+            seed=self._seed_of_replacement() if replaces else self.seed,
         )
+        return config.task_of(task)
 
     def _new_number(self) -> int:
         """What tells a worker's trajectories from those of others: no other worker has or had it."""
-        if isinstance(self._config.replay_buffer, ReplayBuffer):
-            return self._config.replay_buffer.enrol()
+        if isinstance(self.config.replay_buffer, ReplayBuffer):
+            return self.config.replay_buffer.enrol()
         self.next_number += 1
         return self.next_number - 1
 
     def renumbered(self, used: int) -> dict[int, int]:
         """New numbers for all workers, so that no trajectory gets an id that was `used` in another run."""
-        if self._engine is not None or isinstance(self._config.replay_buffer, ReplayBuffer):
+        if self._engine is not None or isinstance(self.config.replay_buffer, ReplayBuffer):
             return {}  # an engine goes on counting; a buffer has given each of us a number of its own
         self.next_number = max(self.next_number, used)
         now = self._now()
@@ -93,7 +105,8 @@ class Roster:
         if self.seed is None or self.seed[1] or now is None:
             return self.seed
         pool, delivery = now
-        return lane_seed(self.seed[0], delivery.terms.lanes * len(pool.indices) + 1 + pool.restarts), False
+        lanes = math.prod(delivery.terms.layout.env_size) * len(pool.indices)
+        return lane_seed(self.seed[0], lanes + 1 + pool.restarts), False
 
     def lost(self, index: int) -> None:
         """Count what a worker that has failed leaves behind."""

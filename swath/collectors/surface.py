@@ -94,6 +94,8 @@ class BaseCollector(Control, IterableDataset[Any]):
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Fixed-frame batches until the budget is spent, whatever `trajs_per_batch` says."""
         self._must_not_run()
+        if self._sink is not None:
+            return map(self._sink.take, self._parts())
         if self.config.replay_buffer is not None:
             return (None for _ in self._parts())
         return map(self._deliver, map(self._assemble, self._parts()))  # a loop would keep hold of the last batch
@@ -173,7 +175,9 @@ class BaseCollector(Control, IterableDataset[Any]):
         """All frames are collected: the workers are no longer needed."""
         self.raise_failure()
         if not self.closed:
-            if self.config.replay_buffer is not None:
+            if self._sink is not None:
+                self._sink.finish()
+            elif self.config.replay_buffer is not None:
                 self._ask(Call(EngineJob.finish_episodes))
             if not self._is_direct:
                 with contextlib.suppress(Exception):  # of a worker that fails when it is no longer needed
@@ -196,7 +200,9 @@ class BaseCollector(Control, IterableDataset[Any]):
         """One batch as it was collected, before any post-processing; also when `total_frames` are collected."""
         self._must_not_run()
         self._must_be_open()
-        if self.config.replay_buffer is not None:
+        if self._sink is not None:
+            self._sink.interrupt()
+        elif self.config.replay_buffer is not None:
             self._ask(Call(EngineJob.break_off))  # these frames do not go there
         try:
             self._weights.at_batch("before")
@@ -250,8 +256,12 @@ class BaseCollector(Control, IterableDataset[Any]):
         free.take_over(before)
         self._delivery, pool = free, self._pool
         self._roster.watch(pool, free)
-        finish = Call(EngineJob.finish_episodes)
-        self._free = FreeRunning(free, repr(self), lambda: pool.ask(dict.fromkeys(pool.indices, finish), ""))
+        if self._sink is None:
+            call = Call(EngineJob.finish_episodes)
+            self._free = FreeRunning(free, repr(self), lambda: pool.ask(dict.fromkeys(pool.indices, call), ""))
+        else:
+            self._free = FreeRunning(free, repr(self), self._sink.finish, self._sink.take)
+            self._sink.stopping = self._free.is_wanted
         if isinstance(self.config.replay_buffer, ReplayBuffer):
             self.config.replay_buffer.attach(self)
         self._weights.free = self._free

@@ -38,7 +38,7 @@ class WeightsControl:
         By default weights come from `given_policy`, the user's. With an `interval` they are published by themselves,
         `update_when`, "before" or "after", every so many batches.
         """
-        self._pool, self._publisher, self._given, self._workers = pool, publisher, given_policy, workers
+        self._pool, self._publisher, self._given, self.workers = pool, publisher, given_policy, workers
         self._when, self._interval, self._batches = update_when, interval, 0
         self.free: FreeRunning | None = None
         """The thread in which the collector runs, once it is started."""
@@ -66,8 +66,8 @@ class WeightsControl:
                 self._publisher.publish(model_id, weights, everyone)
             return
         chosen = everyone if chosen is None else chosen
-        if unknown := [index for index in chosen if index not in range(self._workers)]:
-            raise ValueError(f"worker_ids={unknown} do not exist: there are {self._workers} workers.")
+        if unknown := [index for index in chosen if index not in range(self.workers)]:
+            raise ValueError(f"worker_ids={unknown} do not exist: there are {self.workers} workers.")
         each: Each = {
             index: {m: self._named(m, source) for m, source in for_worker(requested, index).items()} for index in chosen
         }
@@ -118,8 +118,8 @@ class WeightsControl:
         elif may_differ:
             return
         else:
-            state_dict = Call(EngineJob.cascade_execute, ("policy.state_dict",))
-            weights = self._pool.ask({0: state_dict}, "policy")[0]  # type: ignore[assignment]
+            state: Any = self._pool.ask({0: Call(EngineJob.state_dict)}, "policy")[0]
+            weights = state["policy_state_dict"]
             if isinstance(given, nn.Module):  # it was lazy until a worker has called it
                 layer, prefix = list(layers_of(given))[-1], layout.prefixes[-1]
                 layer.load_state_dict({name.removeprefix(prefix): w for name, w in weights.items()})

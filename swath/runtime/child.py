@@ -94,19 +94,24 @@ def _enter(surroundings: Surroundings, channel: Channel) -> None:
     multiprocessing.current_process().authkey = surroundings.authkey
     if os.path.isdir(surroundings.directory):
         os.chdir(surroundings.directory)
-    _forward_warnings(channel, surroundings.warns_itself)
+    settle(lambda warned: channel.send(warned, timeout_s=0.0), surroundings.threads, surroundings.warns_itself)
+
+
+def settle(tell: Callable[[Warned], object], threads: int, warns_itself: bool) -> None:
+    """Tell the parent of warnings, and have random numbers of one's own and so many threads of torch."""
+    _forward_warnings(tell, warns_itself)
     import numpy as np
     import torch
 
-    torch.set_num_threads(surroundings.threads)
-    # All workers are copies of one process: without this they would draw the same numbers.
+    torch.set_num_threads(threads)
+    # All workers are copies of one process, or begin with torch's one seed: they would draw the same numbers.
     own = int.from_bytes(os.urandom(4), "little")
     random.seed(own)
     np.random.seed(own)
     torch.manual_seed(own)
 
 
-def _forward_warnings(channel: Channel, all_of_them: bool) -> None:
+def _forward_warnings(tell: Callable[[Warned], object], all_of_them: bool) -> None:
     """Show warnings in the parent: those of this library, or all."""
 
     def show(message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
@@ -114,7 +119,7 @@ def _forward_warnings(channel: Channel, all_of_them: bool) -> None:
         if ours or all_of_them:
             text = str(message) if ours else f"{message} ({filename}:{lineno})"
             try:
-                channel.send(Warned(category, text), timeout_s=0.0)
+                tell(Warned(category, text))
             except (OSError, ValueError, TypeError, AttributeError):  # nobody listens, or a category of their own
                 return
 

@@ -135,6 +135,8 @@ class Pool(Generic[W]):
         self._doing, self._is_busy, self._heartbeat = doing, is_busy, pulse or carrier.heartbeat
         self._restarted: dict[int, int] = {}
         self._dropped: set[int] = set()
+        self._joining: dict[int, BaseException | None] = {}
+        """Workers that were added later and are not ready yet, and what has kept them from it."""
         self._outstanding: dict[int, deque[W]] = {index: deque() for index in range(workers)}
         self._asked: dict[int, tuple[int, Question]] = {}
         self._answers: dict[int, Answer] = {}
@@ -163,6 +165,46 @@ class Pool(Generic[W]):
             self._start(index, replaces=False)
         while len(self.started) < len(self.carrier.workers):
             self.attend(LOOK_S)
+
+    def add(self, count: int) -> list[int]:
+        """Start more workers, and wait until each is ready; their indices.
+
+        If one cannot be started, none is added and the error is raised. Nobody else is concerned.
+        """
+        indices = list(range(self._size, self._size + count))
+        self._size += count
+        self._dropped.difference_update(indices)
+        self._joining = dict.fromkeys(indices)
+        try:
+            for index in indices:
+                self.last_ticket[index], self._outstanding[index] = 0, deque()
+                self._start(index, replaces=False)
+                self._owner.restarted(index)
+            while any(index not in self.started for index in indices):
+                for error in self._joining.values():
+                    if error is not None:
+                        raise error
+                self.attend(LOOK_S)
+        except BaseException:
+            for index in indices:
+                self.remove(index)
+            self._size -= count
+            raise
+        finally:
+            self._joining = {}
+        return indices
+
+    def remove(self, index: int) -> None:
+        """Stop a worker, and go on without it; what it had under way is lost."""
+        self.started.pop(index, None)
+        self.carrier.stop(index)
+        self._dropped.add(index)
+        for number, (asked, _) in list(self._asked.items()):
+            if asked == index:
+                self._asked.pop(number, None)
+        lost, self._outstanding[index] = self._outstanding[index], deque()
+        for work in lost:
+            work.is_over = work.is_lost = True
 
     def _start(self, index: int, replaces: bool) -> None:
         self._started_at[index] = time.monotonic()
@@ -353,6 +395,9 @@ class Pool(Generic[W]):
 
     def fail(self, index: int, error: BaseException) -> None:
         """A worker is of no use any more: raise `error`, or mend what it has broken."""
+        if index in self._joining:  # whoever adds it raises that
+            self._joining[index] = error
+            return self.remove(index)
         policy, count = self.supervision.on_failure, self._restarted.get(index, 0)
         was_ready = index in self.started or count > 0
         self.started.pop(index, None)
@@ -386,14 +431,7 @@ class Pool(Generic[W]):
         warnings.warn(which + summary, WorkerRestartedWarning, stacklevel=5)
 
     def _drop(self, index: int, error: BaseException) -> None:
-        self.carrier.stop(index)
-        self._dropped.add(index)
-        for number, (asked, _) in list(self._asked.items()):
-            if asked == index:
-                self._asked.pop(number, None)
-        for work in self._outstanding[index]:
-            work.is_over = work.is_lost = True
-        self._outstanding[index].clear()
+        self.remove(index)
         warnings.warn(
             f"Worker {index} of {self.name} is dropped, {len(self.indices)} are left: {type(error).__name__}: {error}",
             WorkerRestartedWarning,

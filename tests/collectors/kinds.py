@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -213,3 +214,20 @@ def over(kinds: Sequence[Kind], needs: str = "") -> pytest.MarkDecorator:
     chosen = [kind for kind in kinds if not set(needs.split()) & set(kind.cannot)]
     assert chosen, f"none of these kinds can {needs}"
     return pytest.mark.parametrize("kind", chosen, ids=str)
+
+
+def joined(module: ModuleType, twins: Mapping[str, Kind], cannot: Mapping[str, str]) -> dict[str, Callable[..., Any]]:
+    """The tests of `module` that run over kinds that are named in `twins`, for those twins instead.
+
+    `cannot` names tests that are not for them, each with the reason.
+    """
+    found = {}
+    for name, test in vars(module).items():
+        marks = getattr(test, "pytestmark", []) if name.startswith("test_") and name not in cannot else []
+        others = [mark for mark in marks if mark.args[:1] != ("kind",)]
+        own = [twins[kind.name] for mark in marks if mark not in others for kind in mark.args[1] if kind.name in twins]
+        if own:
+            copy = FunctionType(test.__code__, test.__globals__, name, test.__defaults__, test.__closure__)
+            copy.__dict__.update(test.__dict__, pytestmark=[*others, over(own).mark])
+            found[name] = copy
+    return found

@@ -10,9 +10,9 @@ import test_reflection
 import test_seeding
 import test_state
 import test_weights
-from kinds import Kind
+from kinds import Kind, joined
 from socket_carrier import SocketCarrier
-from socket_kinds import SOCKET_ASYNC, SOCKET_SYNC, joined
+from socket_kinds import SOCKET_ASYNC, SOCKET_SYNC, TWINS
 
 from swath.collectors import BaseCollector
 from swath.runtime.carrier import Carrier
@@ -48,6 +48,6 @@ CANNOT = {
 }
 """Tests of processes, and why they are not for workers over sockets."""
 for module in (test_delivery, test_lifecycle, test_options, test_reflection, test_seeding, test_state, test_weights):
-    tests = joined(module, CANNOT)
+    tests = joined(module, TWINS, CANNOT)
     assert not set(tests) & set(globals())
     globals().update(tests)

@@ -1,5 +1,19 @@
 """Collectors with workers on other machines."""
 
 from swath.collectors.distributed.classes import DistributedCollector, DistributedSyncCollector, RPCCollector
+from swath.collectors.distributed.ray_collector import RayCollector
 
-__all__ = ["DistributedCollector", "DistributedSyncCollector", "RPCCollector"]
+# Names of the oldest API.
+DistributedDataCollector = DistributedCollector
+DistributedSyncDataCollector = DistributedSyncCollector
+RPCDataCollector = RPCCollector
+
+__all__ = [
+    "DistributedCollector",
+    "DistributedDataCollector",
+    "DistributedSyncCollector",
+    "DistributedSyncDataCollector",
+    "RPCCollector",
+    "RPCDataCollector",
+    "RayCollector",
+]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
+
+from torch import nn
 
 from swath.collectors.arguments import fixed, takes
 from swath.collectors.distributed.groups import check_backend, group_meeting
@@ -29,6 +31,8 @@ class RemoteCollector(MultiCollector):
     """What collectors have in common whose workers are nodes: `sync` chooses how batches are delivered."""
 
     config: RemoteConfig
+    room: ClassVar[int] = 0
+    """How many nodes may join later."""
 
     def __new__(cls: type[Kind], *args: Any, sync: bool | None = None, **options: Any) -> Kind:
         """The delivery that `sync` asks for."""
@@ -48,7 +52,7 @@ class RemoteCollector(MultiCollector):
         """Nodes, or with `debug=True` workers in this process."""
         if config.debug:
             return super().make_carrier(config)
-        return RemoteCarrier(config.workers, FIELDS, self.make_launch(config), config.node_timeout_s)
+        return RemoteCarrier(config.workers + self.room, FIELDS, self.make_launch(config), config.node_timeout_s)
 
     def make_launch(self, config: Any) -> Launch:
         """How nodes are started."""
@@ -76,11 +80,16 @@ class DistributedCollector(RemoteCollector):
 
 
 class DistributedSyncCollector(DistributedCollector):
-    """A `DistributedCollector` of which every batch has a part of every node."""
+    """A `DistributedCollector` of which every batch has a part of every node.
+
+    The weights of a policy that is given as a module are published with every batch, or as `update_interval` says.
+    """
 
     @classmethod
     def adapt_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:
         """It is sync."""
+        if isinstance(arguments.get("policy"), nn.Module):
+            arguments = {"update_interval": 1, **arguments}
         return super().adapt_arguments(fixed(cls.__name__, "sync", True, arguments))
 
 
@@ -88,9 +97,10 @@ class RPCCollector(RemoteCollector):
     """Nodes that are called, and call, through torch's RPC (TensorPipe).
 
     torch has one RPC agent per process, which all RPCCollectors of a process share: those that are open at the same
-    time must have the same `tensorpipe_options` and address, and `rpc.init_rpc` cannot be used beside them. It unpickles
-    a call before anybody can check it: whoever can connect to the agent's port can run code as its user. With launcher
-    "mp" it listens at 127.0.0.1, otherwise at `address` alone, which a firewall must close to all but the nodes.
+    time must have the same `tensorpipe_options` and address, and `rpc.init_rpc` cannot be used beside them. A call is
+    unpickled before anybody can check it: whoever can connect to the agent's port can run code as its user. With
+    launcher "mp" it listens at 127.0.0.1, otherwise at `address` alone, which a firewall must close to all but the
+    nodes.
 
     See `RPCConfig` for the arguments.
     """

@@ -7,11 +7,12 @@ store at which strangers could knock.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -84,36 +85,38 @@ class GroupWire:
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         store, timeout = MeetingStore(channel), timedelta(seconds=timeout_s)
         kind: Any = getattr(dist, "ProcessGroupGloo" if backend == "gloo" else f"ProcessGroup{backend.upper()}")
-        if backend == "gloo":
-            options = kind._Options()
-            options._devices = [kind.create_device(hostname=address)]
-            options._timeout = timeout
-            self._group = kind(store, rank, 2, options)
-        else:
-            self._group = kind(store, rank, 2, timeout)
-        self._group.barrier().wait()  # both are there, and what was told is read
+        with self._until_it_ends():
+            if backend == "gloo":
+                options = kind._Options()
+                options._devices = [kind.create_device(hostname=address)]
+                options._timeout = timeout
+                self._group = kind(store, rank, 2, options)
+            else:
+                self._group = kind(store, rank, 2, timeout)
+            self._group.barrier().wait()  # both are there, and what was told is read
 
     def send(self, parcel: bytes, body: Tensor | None = None) -> None:  # noqa: D102 - see `Wire`
         with self._turn:
             self._channel.send(parcel)
             if body is not None:
-                self._transfer(lambda: self._group.send([body.to(self._device)], self._peer, 0))
+                with self._until_it_ends():
+                    self._group.send([body.to(self._device)], self._peer, 0).wait()
 
     def receive(self) -> bytes:  # noqa: D102 - see `Wire`
         parcel = self._channel.receive()
         return parcel if isinstance(parcel, bytes) else pickle.dumps(parcel)  # what a process tells by itself
 
     def fetch(self, space: Tensor) -> None:  # noqa: D102 - see `Wire`
-        if self._device.type == "cpu":
-            self._transfer(lambda: self._group.recv([space], self._peer, 0))
-        else:
-            landed = torch.empty_like(space, device=self._device)
-            self._transfer(lambda: self._group.recv([landed], self._peer, 0))
+        landed = space if self._device.type == "cpu" else torch.empty_like(space, device=self._device)
+        with self._until_it_ends():
+            self._group.recv([landed], self._peer, 0).wait()
+        if landed is not space:
             space.copy_(landed)
 
-    def _transfer(self, begin: Callable[[], Any]) -> None:
+    @contextlib.contextmanager
+    def _until_it_ends(self) -> Iterator[None]:
         try:
-            begin().wait()
+            yield
         except RuntimeError as error:  # what a group raises when the other side is gone, or too slow
             self.close()
             raise ChannelClosedError(f"The process group has ended: {error}") from error

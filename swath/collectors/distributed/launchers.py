@@ -28,7 +28,7 @@ class LocalNode:
 class NodeProcess:
     """A node in a process on this machine."""
 
-    where = "this machine"
+    where = ""  # on this machine
 
     def __init__(self, process: Process, meeting: Meeting) -> None:
         self._process, self._meeting = process, meeting

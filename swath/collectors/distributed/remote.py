@@ -38,14 +38,17 @@ from swath.collectors.distributed.wire import (
 from swath.errors import ChannelClosedError
 from swath.keys import Key
 from swath.runtime.board import Board
-from swath.runtime.carrier import EVERYTHING, Ended, Finished, Message, News, Order, Place, Stop, Task, Topic
+from swath.runtime.carrier import EVERYTHING, Ended, Failed, Finished, Message, News, Order, Place, Stop, Task, Topic
 from swath.runtime.columns import Columns, Leaf, nbytes
+from swath.runtime.faults import Failure
 from swath.runtime.memory import PrivateBlock
 from swath.runtime.processes import LAST_WORDS_S, SHUTDOWN_S
 from swath.runtime.rounds import Event
 from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore, Values
 
 PULSE = pack_parcel(Pulse())
+LOOK_S = 0.1
+"""How often to look whether a node that was asked to end can hear that."""
 
 
 def packed_memory(leaves: Mapping[Any, Leaf], shape: Sequence[int]) -> tuple[Columns, Tensor]:
@@ -278,9 +281,9 @@ class Connection:
                     store = self._stores[topic]
                 weights, data = store.packed(topic)
                 wire.send(pack_parcel(replace(weights, contents=contents)), data)
-        except (ChannelClosedError, OSError):
+        except (ChannelClosedError, OSError) as error:
             if self._wire is None:
-                self._over()
+                self._over(error)
             else:
                 self._wire.close()  # the other thread takes what has come, and tells
 
@@ -339,25 +342,30 @@ class Connection:
             return
         if not self._silence:
             self._silence = (
-                f"Nothing has been heard of its node ({self.node.where}) for node_timeout_s={timeout_s:g} seconds: its "
-                "machine, or the way to it, is gone."
+                f"Nothing has been heard of its node ({self.node.where or 'on this machine'}) for "
+                f"node_timeout_s={timeout_s:g} seconds: its machine, or the way to it, is gone."
             )
             assert self._wire is not None
             self._wire.close()
             self._thread(self.node.kill)  # which may take long, where it is not known whether anybody listens
 
-    def _over(self) -> None:
+    def _over(self, never_came: Exception | None = None) -> None:
         if self._wire is not None:
             self._wire.close()
-        code = None if self._silence else self.node.exitcode(LAST_WORDS_S)
-        where = f"It ran on {self.node.where}." if self.node.where else ""
-        self._tell(Ended(code, self._silence or where))
+        if isinstance(never_came, TimeoutError):
+            self._tell(Failed(Failure.of(never_came), "being waited for"))
+        else:
+            code = None if self._silence else self.node.exitcode(LAST_WORDS_S)
+            where = f"It ran on {self.node.where}." if self.node.where else ""
+            self._tell(Ended(code, self._silence or f"{never_came or ''} {where}".strip()))
         self.is_over.set()
         self._outbox.put(None)
 
     def end(self, deadline: float) -> None:
         """The node was asked to stop: wait for that until the deadline, then end it in any case."""
-        self.is_over.wait(max(0.0, deadline - time.monotonic()))
+        while not self.is_over.wait(max(0.0, min(LOOK_S, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline or self.node.is_stopped():  # which hears nothing
+                break
         self.node.end(max(0.0, deadline - time.monotonic()))
         if self._wire is not None:
             self._wire.close()

@@ -37,6 +37,11 @@ class RemoteConfig(MultiConfig):
     foreign: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
     without_effect: ClassVar[tuple[str, ...]] = ("weight_updater", "weight_sync_schemes", "weight_recv_schemes")
 
+    @property
+    def workers_write(self) -> bool:
+        """Never: the buffer is the trainer's, which writes what nodes have sent."""
+        return self.debug and self.replay_buffer is not None
+
     def _check_values(self) -> None:
         super()._check_values()
         check_kind("num_workers_per_collector", self.num_workers_per_collector, "int")
@@ -46,6 +51,8 @@ class RemoteConfig(MultiConfig):
 
     def _check_together(self) -> None:
         super()._check_together()
+        if self.replay_buffer is not None and not self.extend_buffer:
+            raise TypeError("extend_buffer=False writes after every step, but nodes send whole batches.")
         if self.update_after_each_batch and self.max_weight_update_interval > -1:
             raise RuntimeError(
                 "update_after_each_batch publishes weights with every batch, so that max_weight_update_interval="
@@ -53,7 +60,7 @@ class RemoteConfig(MultiConfig):
             )
 
     @property
-    def update_interval(self) -> int | None:
+    def publish_interval(self) -> int | None:
         """After how many batches the policy's weights are published by themselves."""
         if self.update_after_each_batch or self.update_at_each_batch:
             return 1
@@ -72,6 +79,8 @@ class DistributedConfig(RemoteConfig):
         slurm_kwargs: what to ask of Slurm for each node.
         tcp_port: at which port the trainer waits for its nodes; by default one that is free.
         address: at which address of this machine; by default that of its host name. Nothing listens with "mp".
+        update_interval: publish the policy's weights by themselves every so many batches; `DistributedSyncCollector`
+            does it with every batch if nothing else is said.
     """
 
     _: KW_ONLY
@@ -80,9 +89,16 @@ class DistributedConfig(RemoteConfig):
     slurm_kwargs: Mapping[str, Any] | None = None
     tcp_port: int | str | None = None
     address: str | None = None
+    update_interval: int | None = None
+
+    @property
+    def publish_interval(self) -> int | None:
+        """After how many batches the policy's weights are published by themselves."""
+        return super().publish_interval if self.update_interval is None else self.update_interval
 
     def _check_values(self) -> None:
         super()._check_values()
+        check_least("update_interval", self.update_interval, 1)
         check_one_of("launcher", self.launcher, ("mp", "submitit", "submitit_delayed"))
 
 

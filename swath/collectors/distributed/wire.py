@@ -20,18 +20,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+import cloudpickle
 from torch import Tensor
 
 from swath.keys import Key
 from swath.runtime.carrier import Message, News, Order, Task, Topic
-from swath.runtime.channel import Channel, pack
+from swath.runtime.channel import Channel
 from swath.runtime.columns import Leaf
+from swath.runtime.pickling import unpicklable
 from swath.runtime.snapshots import SnapshotContents
 
 Layout: TypeAlias = tuple[Mapping[Key, Leaf], tuple[int, ...]]
 """Leaves and shape of columns."""
 
-PULSE_S = 0.2
+PULSE_S = 0.1
 """How often each side shows that it is there."""
 
 # -- to a node -----------------------------------------------------------------------------------------------------
@@ -102,7 +104,10 @@ Parcel: TypeAlias = Begin | Post | Interrupt | Weights | Sent | Pulse | News
 def pack_parcel(parcel: Parcel) -> bytes:
     """A parcel as bytes; by value if it may hold what the other side cannot import."""
     if isinstance(parcel, Begin) or (isinstance(parcel, Post) and not isinstance(parcel.message, Order)):
-        return pack(parcel, by_value=True)[0]
+        try:
+            return bytes(cloudpickle.dumps(parcel))
+        except Exception as error:
+            raise unpicklable(parcel, error) from error
     return pickle.dumps(parcel, pickle.HIGHEST_PROTOCOL)
 
 
@@ -136,8 +141,9 @@ class Meeting:
 class Node(Protocol):
     """What a launcher has started, seen from the trainer."""
 
-    where: str
-    """Where it runs, for messages."""
+    @property
+    def where(self) -> str:
+        """Where it runs, and how it is doing as far as that is known, for messages; empty on this machine."""
 
     def connect(self) -> Wire:
         """Wait until it is there. ChannelClosedError if it will not be."""

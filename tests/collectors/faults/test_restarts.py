@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from children import is_gone
 from common import LANE, STEP, assert_trajectories, buffer, ids_of, net, until
 from fault_tools import (
     advance,
@@ -117,7 +118,8 @@ def test_a_failure_while_collecting(make: Make, kind: Kind, ending: str, policy:
     assert ("restarted (1 of 3)" if policy == "restart" else "dropped, 1 are left") in said
     stats = collector.stats()
     assert (stats["frames"], stats["worker_restarts"]) == (400, int(policy == "restart"))
-    assert stats["lost_frames"] == 33 % (10 if kind.joins else 20)  # the last step was not made
+    if "know_losses" not in kind.cannot or ending == "raise":
+        assert stats["lost_frames"] == 33 % (10 if kind.joins else 20)  # the last step was not made
 
 
 @over(SPREAD, needs="go_on_within")
@@ -315,7 +317,9 @@ def test_the_open_episode_of_a_dead_worker_is_never_delivered_as_complete(make: 
         ids += [name for name in batch.get(TRAJ_IDS).unique().tolist() if name >= 0]
         if number % 4 == 1:
             time.sleep(0.02)  # so that batches wait
-            end(collector.worker_pids[number % 2])
+            pid = collector.worker_pids[number % 2]
+            if not is_gone(pid):  # otherwise nobody has noticed yet
+                end(pid)
     assert len(ids) == len(set(ids))
     assert collector.stats()["worker_restarts"] >= 5
 

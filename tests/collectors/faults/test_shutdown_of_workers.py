@@ -147,7 +147,7 @@ def test_from_another_thread_while_a_batch_is_waited_for(make: Make, kind: Kind)
     thread.join(5)
     assert not thread.is_alive(), "the other thread waits for ever"
     assert isinstance(outcome[0], Exception)
-    assert kind is STARTED or isinstance(outcome[0], ClosedError)
+    assert kind.starts or isinstance(outcome[0], ClosedError)
 
 
 @over(ALL_FALLIBLE)
@@ -192,13 +192,13 @@ def test_a_fork_of_the_parent_does_the_workers_no_harm(make: Make, kind: Kind) -
 
     def use() -> None:
         with pytest.raises(ClosedError, match="fork"):
-            collector.next() if kind is not STARTED else collector.state_dict()
+            collector.next() if not kind.starts else collector.state_dict()
         with pytest.raises(ClosedError, match="fork"):
             collector.update_policy_weights_()
 
     assert in_fork(shut_down) == 0
     assert in_fork(use) == 0
-    if kind is STARTED:
+    if kind.starts:
         written = collector.replay_buffer.write_count
         until(lambda: collector.replay_buffer.write_count > written and collector.is_running())
     else:
@@ -206,7 +206,7 @@ def test_a_fork_of_the_parent_does_the_workers_no_harm(make: Make, kind: Kind) -
             batch = collector.next()
             assert batch.shape[-1] == before.shape[-1]
             assert_frames_belong(batch)
-    if kind is SYNC:
+    if kind.joins:
         assert_follows(batch, collector.next())
     assert collector.stats()["workers_alive"] == 2
     assert_ends(collector)
@@ -231,7 +231,7 @@ def test_a_fork_may_have_a_collector_of_its_own(make: Make) -> None:
 def test_other_ways_to_start_workers(make: Make, kind: Kind, method: str) -> None:
     collector = make(policy=net(1.0), mp_start_method=method)
     assert (advance(collector)["action"] == 1).all()
-    if kind is not STARTED:
+    if not kind.starts:
         assert_frames_belong(collector.next())
     pid = collector.worker_pids[1]
     os.kill(pid, signal.SIGKILL)

@@ -13,9 +13,9 @@ import pytest
 import test_restarts
 from common import until
 from fault_tools import doing, within
-from kinds import Kind, Make, over
+from kinds import Kind, Make, joined, over
 from socket_carrier import SocketCarrier
-from socket_kinds import SOCKET_STARTED, SOCKET_SYNC, joined
+from socket_kinds import SOCKET_STARTED, SOCKET_SYNC, TWINS
 
 from swath.errors import ChannelClosedError, StallWarning
 from swath.runtime.memory import MemoryBlock
@@ -112,4 +112,4 @@ CANNOT = {
     "test_a_worker_that_hangs_is_killed_by_the_user_and_replaced": "a thread that sleeps for an hour cannot be ended",
 }
 """Tests of processes, and why they are not for workers over sockets."""
-globals().update(joined(test_restarts, CANNOT))
+globals().update(joined(test_restarts, TWINS, CANNOT))

@@ -50,7 +50,7 @@ def test_a_death_while_collecting_is_told_within_2_s(make: Make, kind: Kind, dea
     assert_tells_of(error, 1, pid, words)
     assert "while it was collecting" in str(error)
     with within(2), pytest.raises(WorkerDiedError):  # again, and at once
-        collector.is_running() if kind is STARTED else advance(collector)
+        collector.is_running() if kind.starts else advance(collector)
 
 
 @over(SPREAD, needs="report_steps")
@@ -91,7 +91,7 @@ OF_STARTED = ("is_running", "async_shutdown")
         (kind, call)
         for kind in FALLIBLE
         for call in CALLS
-        if (kind is STARTED or call not in OF_STARTED) and "told_at_once" not in kind.cannot
+        if (kind.starts or call not in OF_STARTED) and "told_at_once" not in kind.cannot
     ],
     ids=str,
 )
@@ -117,12 +117,12 @@ def test_a_death_between_batches_is_told_by_the_next_batch(make: Make, kind: Kin
     end(pid, how)
     with within(1):
         frames = collector.stats("both")["frames"]
-    assert kind is STARTED or frames == 20
+    assert kind.starts or frames == 20
     with within(2):
         error = advance_until_it_raises(collector)
     assert_tells_of(error, 0, pid, f"was killed by {signal.Signals(how).name} (signal {int(how)})")
     assert not collector.stats()["workers_alive"]
-    for call in (collector.next, collector.rollout, collector.state_dict) if kind is not STARTED else ():
+    for call in (collector.next, collector.rollout, collector.state_dict) if not kind.starts else ():
         with within(1), pytest.raises((WorkerDiedError, ClosedError)):
             call()
 
@@ -134,7 +134,7 @@ def test_shutdown_after_a_death(make: Make, kind: Kind) -> None:
     pids = collector.worker_pids
     end(pids[0])
     with within(2):
-        if kind is STARTED:  # nobody was told of it yet
+        if kind.starts:  # nobody was told of it yet
             with pytest.raises(WorkerDiedError):
                 collector.shutdown()
         else:
@@ -192,7 +192,7 @@ def test_a_worker_that_is_stopped_for_a_while_is_named_and_then_goes_on(make: Ma
     os.kill(pid, signal.SIGSTOP)
     until(lambda: is_stopped(pid))
     with naming_a_stall(collector, lambda: os.kill(pid, signal.SIGCONT)) as caught:
-        if kind is SYNC:
+        if kind.joins:
             assert_follows(before, advance(collector))
     stalls = [str(w.message) for w in caught if "it is stopped" in str(w.message)]
     assert len(stalls) == 1

@@ -1,0 +1,302 @@
+"""Ray: nodes are actors. Imported where Ray is used.
+
+NOTE [Ray]: three methods of an actor run in threads of their own:
+
+- `push` brings a parcel. Ray keeps the order of calls. Weights go by way of the object store, where they are put once
+  for all actors, and from where each machine fetches them once.
+- `stream` takes parcels away: a generator, each of whose elements Ray sends to the driver as soon as it is made, so
+  that nobody polls. A batch is written to the object store from where it was collected, and copied by the driver from
+  there to its slot. When the generator is resumed, it has been written.
+- `run` is the node itself. It never returns: its result is what Ray knows of the actor's end.
+
+Ray restarts no actor by itself, as the pool does that: a new actor is placed on any machine that has room.
+"""
+
+# ruff: noqa: D102 - what the methods of wires and nodes do is told in `wire`
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from swath.collectors.distributed.node import serve
+from swath.collectors.distributed.wire import PULSE_S, pack_parcel
+from swath.errors import ChannelClosedError, StallWarning
+from swath.runtime.child import settle
+from swath.runtime.liveness import state_of
+
+GROUPS = {"in": 1, "out": 1}
+"""The threads of an actor beside that of its node."""
+INTO, OUT = {"concurrency_group": "in"}, {"concurrency_group": "out", "num_returns": "streaming"}
+SMALL = 64 * 1024
+"""Up to so many bytes a body goes along with its parcel, which is faster than by way of the object store."""
+COME = 0.9
+"""The part of `start_timeout_s` within which an actor must be there: so the error tells that it was this."""
+ROOM_S = 10.0
+"""After how many seconds users are told what an actor waits for."""
+
+
+class BodyWire:
+    """What both ends have in common: the body of the last parcel."""
+
+    _body: np.ndarray | None = None
+
+    def fetch(self, space: Tensor) -> None:
+        assert self._body is not None
+        np.copyto(space.numpy(), self._body)
+        self._body = None  # its memory in the object store is free again
+
+
+# -- in the actor ----------------------------------------------------------------------------------------------------
+
+
+class ActorWire(BodyWire):
+    """The node's end, to which the methods of the actor bring parcels and from which they take them."""
+
+    def __init__(self) -> None:
+        self._incoming: queue.SimpleQueue[tuple[bytes, np.ndarray | None] | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[tuple[bytes, np.ndarray | None, threading.Event] | None] = queue.SimpleQueue()
+        self._is_closed = False
+
+    def bring(self, parcel: bytes, body: np.ndarray | None) -> None:
+        """A parcel has come."""
+        self._incoming.put((parcel, body))
+
+    def taken(self) -> Iterator[tuple[bytes, np.ndarray | None]]:
+        """All that is sent, until the end."""
+        while (one := self._outgoing.get()) is not None:
+            parcel, body, has_left = one
+            yield parcel, body
+            has_left.set()
+
+    def send(self, parcel: bytes, body: Tensor | None = None) -> None:
+        has_left = threading.Event()
+        self._outgoing.put((parcel, None if body is None else body.numpy(), has_left))
+        while not self._is_closed:
+            if body is None or has_left.wait(PULSE_S):
+                return
+        raise ChannelClosedError("The connection to the trainer has ended.")
+
+    def receive(self) -> bytes:
+        if (one := self._incoming.get()) is None:
+            raise ChannelClosedError("The connection to the trainer has ended.")
+        parcel, self._body = one
+        return parcel
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._incoming.put(None)
+        self._outgoing.put(None)
+
+
+class Spot(NamedTuple):
+    """Where an actor runs."""
+
+    address: str
+    node: str
+    actor: str
+    pid: int
+
+
+class ActorNode:
+    """What becomes an actor; see NOTE [Ray]."""
+
+    def __init__(self) -> None:
+        self._wire = ActorWire()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # otherwise Ray would wait for `run` to return
+
+    def arrive(self) -> Spot:
+        """Where it runs."""
+        context = ray.get_runtime_context()
+        return Spot(ray.util.get_node_ip_address(), context.get_node_id(), context.get_actor_id(), os.getpid())
+
+    def push(self, parcel: bytes, body: np.ndarray | None = None) -> None:
+        """Take a parcel in."""
+        self._wire.bring(parcel, body)
+
+    def stream(self) -> Iterator[tuple[bytes, np.ndarray | None]]:
+        """Give parcels away."""
+        yield from self._wire.taken()
+
+    def run(self, threads: int, warns_itself: bool) -> None:
+        """Be a node."""
+        settle(lambda warned: self._wire.send(pack_parcel(warned)), threads, warns_itself)
+        serve(self._wire)
+        threading.Event().wait()  # the trainer, who sees that the stream has ended, ends the actor
+
+
+# -- in the driver ---------------------------------------------------------------------------------------------------
+
+
+class StoredBodies:
+    """Bodies in the object store: each is put there once, and lies there as long as the tensor lives."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._references = WeakTensorKeyDictionary()
+
+    def argument(self, body: Tensor | None) -> Any:
+        """What to call an actor with for `body`: a reference, or the bytes themselves if they are few."""
+        if body is None or body.numel() <= SMALL:
+            return None if body is None else body.numpy()
+        with self._turn:
+            if body not in self._references:
+                self._references[body] = ray.put(body.numpy())
+            return self._references[body]
+
+
+class RayWire(BodyWire):
+    """The trainer's end."""
+
+    def __init__(self, node: RayNode, bodies: StoredBodies) -> None:
+        self._node, self._bodies = node, bodies
+        self._push = node.actor.push.options(**INTO, num_returns=0)
+        self._stream = node.actor.stream.options(**OUT).remote()
+
+    def send(self, parcel: bytes, body: Tensor | None = None) -> None:
+        self._check()
+        try:
+            self._push.remote(parcel, self._bodies.argument(body))
+        except Exception as error:
+            raise ChannelClosedError(f"Ray could not send to an actor: {error}") from error
+
+    def receive(self) -> bytes:
+        self._check()
+        try:
+            parcel, self._body = ray.get(next(self._stream))
+        except Exception as error:  # the stream has ended, or the actor, or Ray
+            raise ChannelClosedError(f"Ray could not receive from an actor: {error}") from error
+        assert isinstance(parcel, bytes)
+        return parcel
+
+    @staticmethod
+    def _check() -> None:
+        if not ray.is_initialized():  # any call would start another one
+            raise ChannelClosedError("Ray was shut down.")
+
+    def close(self) -> None:
+        self._node.kill()
+
+
+class RayNode:
+    """An actor, seen from the trainer."""
+
+    def __init__(self, actor: Any, life: Any, bodies: StoredBodies, wants: Mapping[str, Any], start_s: float) -> None:
+        """Take `start_s` for the time in which Ray must find a machine for `actor`, with all that it `wants`.
+
+        `life` is what its `run` returns.
+        """
+        self.actor = actor
+        self._life, self._bodies, self._wants, self._limit_s = life, bodies, wants, COME * start_s
+        self._spot: Spot | None = None
+        self._last_words = ""
+
+    @property
+    def where(self) -> str:
+        spot = self._spot
+        where = "no machine yet" if spot is None else f"{spot.address}, as the Ray actor {spot.actor}"
+        return f"{where}. Ray says: {self._last_words}" if self._last_words else where
+
+    def connect(self) -> RayWire:
+        first_s = min(ROOM_S, self._limit_s / 2)
+        try:
+            arrival = self.actor.arrive.options(**INTO).remote()
+            if not ray.wait([arrival], timeout=first_s)[0]:
+                if missing := missing_room(self._wants):
+                    warnings.warn(f"A node waits until Ray has room for it: {missing}.", StallWarning, stacklevel=2)
+                if not ray.wait([arrival], timeout=self._limit_s - first_s)[0]:
+                    missing = missing_room(self._wants) or "no machine that has room, or its process takes long"
+                    raise TimeoutError(
+                        f"Ray has not started an actor within {self._limit_s:.0f} s: {missing}. Add machines to the "
+                        "cluster, ask for less by remote_configs=, or wait longer by start_timeout_s=."
+                    )
+            self._spot = ray.get(arrival)
+            return RayWire(self, self._bodies)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            raise ChannelClosedError(f"The actor was never there: {said_of(error)}.") from error
+
+    def pid(self) -> int:
+        return 0 if self._spot is None else self._spot.pid
+
+    def exitcode(self, timeout_s: float) -> int | None:
+        if ray.is_initialized() and ray.wait([self._life], timeout=timeout_s)[0]:
+            try:
+                ray.get(self._life)
+            except Exception as error:
+                self._last_words = said_of(error)
+        return None  # Ray does not tell
+
+    def is_stopped(self) -> bool:
+        if self._spot is None or not ray.is_initialized():
+            return False
+        try:
+            is_here = self._spot.node == ray.get_runtime_context().get_node_id()
+            return is_here and state_of(self._spot.pid)[0] in "tT"
+        except (OSError, IndexError):
+            return False
+
+    def kill(self) -> None:
+        with suppress(Exception):  # Ray is another one by now
+            if ray.is_initialized():
+                ray.kill(self.actor)
+
+    def end(self, timeout_s: float) -> None:
+        self.kill()
+        self.exitcode(timeout_s)
+
+
+class RayLaunch:
+    """Starts nodes as actors."""
+
+    def __init__(self, start_s: float, run: tuple[int, bool]) -> None:
+        """Give Ray so long to start one; `run` has the arguments of its method."""
+        self.wants: list[dict[str, Any]] = []
+        """Options of the actors, by index."""
+        self.nodes: dict[int, RayNode] = {}
+        """The last of each index."""
+        self._start_s, self._run = start_s, run
+        self._bodies = StoredBodies()
+        self._actors = ray.remote(concurrency_groups=GROUPS, max_restarts=0, max_task_retries=0)(ActorNode)
+
+    def __call__(self, index: int) -> RayNode:
+        wants = self.wants[index]
+        actor = self._actors.options(**wants).remote()
+        self.nodes[index] = RayNode(actor, actor.run.remote(*self._run), self._bodies, wants, self._start_s)
+        return self.nodes[index]
+
+
+def missing_room(wants: Mapping[str, Any]) -> str:
+    """What of `wants` the cluster has not at the moment, in words."""
+    asked = {"CPU": wants.get("num_cpus"), "GPU": wants.get("num_gpus"), "memory": wants.get("memory")}
+    asked.update(wants.get("resources") or {})
+    free, machines = ray.available_resources(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    missing = []
+    for name, amount in asked.items():
+        most = max((machine.get(name, 0.0) for machine in machines), default=0.0)
+        if amount and amount > most:
+            missing.append(f"it asks for {amount:g} {name}, but no machine has more than {most:g}")
+        elif amount and amount > free.get(name, 0.0):
+            missing.append(f"it asks for {amount:g} {name}, but only {free.get(name, 0.0):g} are free")
+    return " and ".join(missing)
+
+
+def said_of(error: Exception) -> str:
+    """What Ray says of an actor's end, without what is known anyway."""
+    text = str(error).strip()
+    _, is_known, reason = text.partition("The actor is dead because ")
+    text = reason if is_known else text.rpartition("\n")[2]
+    return " ".join(text.partition("Some common causes")[0].split()).rstrip(".")
