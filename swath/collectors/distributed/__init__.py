@@ -2,6 +2,7 @@
 
 from swath.collectors.distributed.classes import DistributedCollector, DistributedSyncCollector, RPCCollector
 from swath.collectors.distributed.ray_collector import RayCollector
+from swath.collectors.distributed.slurm_jobs import submitit_delayed_launcher
 
 # Names of the oldest API.
 DistributedDataCollector = DistributedCollector
@@ -16,4 +17,5 @@ __all__ = [
     "RPCCollector",
     "RPCDataCollector",
     "RayCollector",
+    "submitit_delayed_launcher",
 ]

@@ -8,11 +8,11 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 
 from swath.collectors.arguments import fixed, takes
-from swath.collectors.distributed.groups import check_backend, group_meeting
-from swath.collectors.distributed.launchers import LOOPBACK, launcher
+from swath.collectors.distributed.groups import GroupWire, check_backend
+from swath.collectors.distributed.launchers import launcher
 from swath.collectors.distributed.remote import RemoteCarrier
 from swath.collectors.distributed.remote_config import DistributedConfig, RemoteConfig, RPCConfig
-from swath.collectors.distributed.rpc_wire import check_rpc, rpc_meeting
+from swath.collectors.distributed.rpc_wire import RpcWire, check_rpc
 from swath.collectors.distributed.wire import Launch
 from swath.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from swath.collectors.worker import FIELDS
@@ -76,7 +76,7 @@ class DistributedCollector(RemoteCollector):
 
     def make_launch(self, config: DistributedConfig) -> Launch:
         """By the launcher that was asked for."""
-        return launcher(config, group_meeting(config.backend, config.node_timeout_s))
+        return launcher(config, functools.partial(GroupWire, backend=config.backend, timeout_s=config.node_timeout_s))
 
 
 class DistributedSyncCollector(DistributedCollector):
@@ -115,5 +115,6 @@ class RPCCollector(RemoteCollector):
 
     def make_launch(self, config: RPCConfig) -> Launch:
         """By the launcher that was asked for."""
-        check_rpc(LOOPBACK, config.tensorpipe_options)
-        return launcher(config, rpc_meeting(config.tensorpipe_options, config.node_timeout_s))
+        options = config.tensorpipe_options or {}
+        check_rpc(options)
+        return launcher(config, functools.partial(RpcWire, options=options, timeout_s=config.node_timeout_s))

@@ -8,7 +8,6 @@ store at which strangers could knock.
 from __future__ import annotations
 
 import contextlib
-import functools
 import pickle
 import threading
 import time
@@ -20,12 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from swath.collectors.distributed.wire import Meeting
 from swath.errors import ChannelClosedError
 from swath.runtime.channel import Channel
 
 BACKENDS = ("gloo", "nccl", "mpi", "ucc")
-TRAINER, NODE = 0, 1
+LOOPBACK = "127.0.0.1"
 MEET_S = 60.0
 """How long two sides that are connected may take to form a group."""
 
@@ -39,14 +37,6 @@ def check_backend(backend: str) -> None:
             f"backend={backend!r}: this torch ({torch.__version__}) was built without it; use backend='gloo', or a "
             "torch that has it."
         )
-
-
-def group_meeting(backend: str, timeout_s: float) -> Meeting:
-    """Two ranks form a group of their own."""
-    of_trainer, of_node = (
-        functools.partial(GroupWire, backend=backend, rank=rank, timeout_s=timeout_s) for rank in (TRAINER, NODE)
-    )
-    return Meeting(of_trainer, of_node)
 
 
 class MeetingStore(dist.Store):
@@ -77,8 +67,8 @@ class MeetingStore(dist.Store):
 class GroupWire:
     """A channel for parcels, and a process group of two for their bodies."""
 
-    def __init__(self, channel: Channel, address: str, backend: str, rank: int, timeout_s: float) -> None:
-        """Form the group, as `rank`, with the other side of `channel`; this side listens at `address` alone."""
+    def __init__(self, channel: Channel, rank: int, backend: str, timeout_s: float) -> None:
+        """Form the group, as `rank`, with the other side of `channel`; listen where that has reached us, if at all."""
         self._channel, self._peer = channel, 1 - rank
         self._turn = threading.Lock()
         """A body must follow its parcel."""
@@ -88,7 +78,7 @@ class GroupWire:
         with self._until_it_ends():
             if backend == "gloo":
                 options = kind._Options()
-                options._devices = [kind.create_device(hostname=address)]
+                options._devices = [kind.create_device(hostname=channel.address or LOOPBACK)]
                 options._timeout = timeout
                 self._group = kind(store, rank, 2, options)
             else:

@@ -119,7 +119,7 @@ class RemoteCarrier:
             self._end([index], 0.0)
         self._board.clear(index)
         begin = Begin(task, self._fields, self._timeout_s)
-        self._connections[index] = Connection(self._launch(index), begin, self._board, index, self._came)
+        self._connections[index] = Connection(self._launch.start(index), begin, self._board, index, self._came)
         self.workers = sorted({*self.workers, index})
 
     def stop(self, index: int, timeout_s: float = 0.0) -> None:
@@ -131,6 +131,7 @@ class RemoteCarrier:
         if os.getpid() == self._owner:
             self.workers = []
             self._end(list(self._connections), SHUTDOWN_S if timeout_s is None else timeout_s)
+            self._launch.close()
 
     def _end(self, indices: Sequence[int], timeout_s: float) -> None:
         """End nodes within the time: they are asked first, all at once."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import fcntl
-import functools
 import itertools
 import os
 import pickle
@@ -35,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import autograd, rpc
 
-from swath.collectors.distributed.wire import Meeting
+from swath.collectors.distributed.wire import TRAINER
 from swath.errors import ChannelClosedError
 from swath.runtime.channel import Channel
 
@@ -43,6 +42,7 @@ Options: TypeAlias = Mapping[str, Any]
 OPTIONS: Options = {"num_worker_threads": 2, "_transports": ["uv"], "_channels": ["cma", "basic"]}
 """TCP, and memory that is read from another process on the same machine. Not TensorPipe's shared memory, which keeps a
 core busy as long as the agent lives, nor channels that listen at more ports."""
+LOOPBACK = "127.0.0.1"
 MEET_S = 60.0
 """How long two sides that are connected may take to tell who they are."""
 PARTING_S = 0.05
@@ -52,18 +52,12 @@ INTERFACE = "TP_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915
 
 
-def rpc_meeting(options: Options | None, timeout_s: float) -> Meeting:
-    """Both ends do the same. The trainer, who has an error of its own for silence, lets calls take longer."""
-    end = functools.partial(RpcWire, options=options or {})
-    return Meeting(functools.partial(end, timeout_s=2 * timeout_s), functools.partial(end, timeout_s=timeout_s))
-
-
-def check_rpc(address: str, options: Options | None) -> None:
+def check_rpc(options: Options) -> None:
     """Refuse what torch's RPC cannot do, in this process and now."""
     if not rpc.is_available():
         raise RuntimeError("This torch was built without RPC: use DistributedCollector, or a torch that has it.")
     try:
-        rpc.TensorPipeRpcBackendOptions(**{**OPTIONS, **(options or {})})
+        rpc.TensorPipeRpcBackendOptions(**{**OPTIONS, **options})
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"tensorpipe_options={options!r} cannot be used: {error}") from error
     with _entering:
@@ -72,11 +66,10 @@ def check_rpc(address: str, options: Options | None) -> None:
                 "torch has one RPC agent per process, and this process has made one with rpc.init_rpc: call "
                 "rpc.shutdown() before an RPCCollector is made, or use DistributedCollector."
             )
-        if _agent is not None and (_agent.address, _agent.options) != (address, options or {}):
+        if _agent is not None and _agent.options != options:
             raise RuntimeError(
-                "torch has one RPC agent per process, and that of an RPCCollector that is open listens at "
-                f"{_agent.address} with tensorpipe_options={_agent.options!r}, not at {address} with {options!r}: give "
-                "both collectors the same, or shut that one down first."
+                "torch has one RPC agent per process, and that of an RPCCollector that is open was made with "
+                f"tensorpipe_options={_agent.options!r}: give both collectors the same, or shut that one down first."
             )
 
 
@@ -161,8 +154,12 @@ def enter(address: str, options: Options) -> RpcAgent:
     """The agent of this process, which is made if there is none. Who has entered leaves."""
     global _agent
     with _entering:
-        check_rpc(address, options)
+        check_rpc(options)
         _agent = _agent or RpcAgent(address, options)
+        if _agent.address != address:
+            raise RuntimeError(
+                f"torch has one RPC agent per process, which listens at {_agent.address}, not {address}."
+            )
         _agent.users += 1
         return _agent
 
@@ -217,14 +214,21 @@ _wires: dict[str, RpcWire] = {}
 class RpcWire:
     """Calls to the other end of a channel. The channel itself tells when that has ended."""
 
-    def __init__(self, channel: Channel, address: str, options: Options, timeout_s: float) -> None:
-        """Find the other end, which does the same. No call takes longer than `timeout_s`."""
-        self._channel, self._timeout_s, self._secret = channel, timeout_s, secrets.token_hex(16)
+    def __init__(self, channel: Channel, rank: int, options: Options, timeout_s: float) -> None:
+        """Find the other end, which does the same; be called where the channel has reached us.
+
+        No call takes longer than `timeout_s`, or twice that for a trainer, who says himself when a node is silent.
+        """
+        self._channel, self._secret = channel, secrets.token_hex(16)
+        self._timeout_s = 2 * timeout_s if rank == TRAINER else timeout_s
         self._turn, self._closing = threading.Lock(), threading.Lock()
         self._inbox: queue.SimpleQueue[tuple[bytes, Tensor | None] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[bool | Exception] = queue.SimpleQueue()
         self._body: Tensor | None = None
-        self._agent = enter(address, options)
+        try:
+            self._agent = enter(channel.address or LOOPBACK, options)
+        except (RuntimeError, ValueError) as error:
+            raise ChannelClosedError(str(error)) from error
         _wires[self._secret] = self
         try:
             channel.send(Introduction(self._agent.name, self._agent.url, self._secret))

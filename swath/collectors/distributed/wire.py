@@ -127,17 +127,6 @@ class Wire(Protocol):
         """End the connection: whoever sends or receives, at either end, is told. From any thread, more than once."""
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """How the two ends of a channel become those of a wire; both are given the address at which they may listen.
-
-    The node's is sent by value.
-    """
-
-    of_trainer: Callable[[Channel, str], Wire]
-    of_node: Callable[[Channel, str], Wire]
-
-
 class Node(Protocol):
     """What a launcher has started, seen from the trainer."""
 
@@ -164,5 +153,16 @@ class Node(Protocol):
         """It was asked to end: wait for that, and kill it if it takes longer."""
 
 
-Launch: TypeAlias = Callable[[int], Node]
-"""Starts the node of an index."""
+@dataclass(frozen=True)
+class Launch:
+    """How nodes get to where they run."""
+
+    start: Callable[[int], Node]
+    """Starts the node of an index, in the place of a former one."""
+    close: Callable[[], None] = lambda: None
+    """No more will be started; all that were have ended. May be called again."""
+
+
+WireKind: TypeAlias = Callable[[Channel, int], Wire]
+"""Makes the end of a wire over a channel, of `TRAINER` or `NODE`. ChannelClosedError if that cannot be."""
+TRAINER, NODE = 0, 1
