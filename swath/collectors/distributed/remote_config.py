@@ -130,3 +130,31 @@ class DistributedConfig(RemoteConfig):
                 f"launcher={self.launcher!r} has started all nodes there will be: on_worker_failure='drop' goes on "
                 "without one that fails."
             )
+
+
+@dataclass(frozen=True)
+class RPCConfig(DistributedConfig):
+    """What `RPCCollector` can be given, beside what `DistributedCollector` can.
+
+    Attributes:
+        backend: no effect: batches and weights are carried by RPC itself.
+        tensorpipe_options: more arguments for torch's `TensorPipeRpcBackendOptions`. How long a call may take is
+            `node_timeout_s`.
+        visible_devices: no effect: batches and weights are sent from memory of the CPU.
+
+    Nodes cannot be forks of this process ("fork"), which would have torch's agent without its threads.
+    """
+
+    _: KW_ONLY
+    tensorpipe_options: dict[str, Any] | None = None
+    visible_devices: Any = None
+
+    without_effect: ClassVar[tuple[str, ...]] = (*RemoteConfig.without_effect, "visible_devices")
+
+    def _check_values(self) -> None:
+        super()._check_values()
+        if self.mp_start_method == "fork":
+            raise ValueError(
+                "mp_start_method='fork': torch's RPC does not survive a fork of the trainer. Use 'forkserver' or "
+                "'spawn'."
+            )
