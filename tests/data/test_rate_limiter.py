@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from buffer_tools import WAIT_S, Feeder, child, hear, together
+from buffer_tools import WAIT_S, Feeder, together
+from children import child, hear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
