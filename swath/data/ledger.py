@@ -150,34 +150,20 @@ class Ledger:
     def reserve(self, rows: int, skipped: int = 0) -> int:
         """Take the next `rows` rows (at most all), after `skipped` positions that nobody will write.
 
-        Returns the position of the first.
-        """
-        with self._when_free(skipped, rows, is_writing=True) as begin:
-            self._take(self._own_slot(), begin, rows)
-        return begin
-
-    @contextlib.contextmanager
-    def _when_free(self, skipped: int, rows: int, is_writing: bool = False) -> Iterator[int]:
-        """A context under the lock in which nobody is busy with the `rows` rows that come `skipped` after the head.
-
-        Gives the position of the first. Waits for a writer that is busy with one of them; a dead one is not waited for.
+        Returns the position of the first. Waits for a writer that is busy with one of them; a dead one is not waited
+        for.
         """
         deadline = time.monotonic() + PATIENCE_S
         while True:
             with self.lock:
-                if is_writing:  # a write of ours may have been interrupted just before or after the copy
-                    self._write_off(self._own_slot())
+                slot = self._own_slot()
+                self._write_off(slot)  # a write of ours may have been interrupted just before or after the copy
                 begin = self.head + skipped
                 ahead = self._in_the_way(begin, rows)
                 if ahead is None:
-                    yield begin
-                    return
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"Process {ahead} has been writing to the replay buffer for {PATIENCE_S:.0f} s, and its rows are "
-                    "needed: it is stopped, or the buffer is too small for what is written at a time."
-                )
-            time.sleep(PAUSE_S)
+                    self._take(slot, begin, rows)
+                    return begin
+            _wait_for(ahead, deadline)
 
     def _take(self, slot: int, begin: int, rows: int) -> None:
         """Note, then move the head, then take the stamps off: who is killed in between is found with what it took."""
@@ -301,8 +287,14 @@ class Ledger:
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
         """A context in which nobody writes: those who had begun have finished, or are dead."""
-        with self._when_free(1, self.capacity):  # of all rows: any writer that lives is busy with some
-            yield
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            with self.lock:
+                ahead = self._in_the_way(self.head + 1, self.capacity)  # any writer that lives is busy with some row
+                if ahead is None:
+                    yield
+                    return
+            _wait_for(ahead, deadline)
 
     @contextlib.contextmanager
     def hiding(self, rows: np.ndarray) -> Iterator[None]:
@@ -349,6 +341,16 @@ class Ledger:
         numbers = self.numbers.copy()
         numbers[COUNTERS:] = 0
         return _copied, (numbers, self.stamps.copy(), self.lanes)
+
+
+def _wait_for(process: int, deadline: float) -> None:
+    """Give `process`, which is writing, a moment to finish."""
+    if time.monotonic() > deadline:
+        raise TimeoutError(
+            f"Process {process} has been writing to the replay buffer for {PATIENCE_S:.0f} s, and its rows are "
+            "needed: it is stopped, or the buffer is too small for what is written at a time."
+        )
+    time.sleep(PAUSE_S)
 
 
 def _copied(numbers: np.ndarray, stamps: np.ndarray, lanes: int) -> Ledger:

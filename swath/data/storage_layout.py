@@ -63,11 +63,13 @@ class StorageLayout:
 
     def public_index_of_rows(self, rows: np.ndarray) -> Tensor:
         """All frames of `rows`, as numbers of rows or as `[rows * lanes, ndim]`, row by row."""
-        where = torch.from_numpy(rows)
         if not self.dims:
-            return where
-        lanes = torch.cartesian_prod(*(torch.arange(n) for n in self.dims)).view(-1, len(self.dims))
-        return torch.cat([where.repeat_interleave(len(lanes))[:, None], lanes.repeat(len(where), 1)], 1)
+            return torch.from_numpy(rows)
+        ndim = len(self.dims) + 1
+        where = np.empty((len(rows), *self.dims, ndim), np.int64)
+        for axis, numbers in enumerate((rows, *map(np.arange, self.dims))):
+            where[..., axis] = numbers.reshape(-1, *[1] * (ndim - 1 - axis))
+        return torch.from_numpy(where.reshape(-1, ndim))
 
     def flat_index(self, public: Any) -> np.ndarray:
         """The reverse of `public_index`, flat; `[..., ndim]` will do as well as a tuple."""

@@ -80,14 +80,16 @@ class EnvRounds(EnvSupervisor):
 
     def _await_round(self) -> None:
         """Sleep until the round is over, or a process has ended."""
-        rounds, carrier = self.rounds, self._carrier
-        self.pool.expect_progress(rounds.late())
+        rounds, carrier, is_attended = self.rounds, self._carrier, False
         patience = min(LOOK_S, self.pool.supervision.stall_warning_s)
         while not rounds.is_over():
             is_woken = carrier.wait(patience)
             rounds.lower()
             # It may be the end of the last round that we were woken by: then there is nothing to attend to.
             if not rounds.is_over() and (not is_woken or carrier.wait(0.0)):
+                if not is_attended:  # stalls are counted from here on
+                    self.pool.expect_progress(rounds.late())
+                    is_attended = True
                 self.pool.attend(0.0)
 
     def settle(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ class Planner:
 
     def plan(self, policy: Any) -> list[Stage]:
         """The stages for `policy` as it is now, in the order in which they run."""
-        if type(policy) is RandomPolicy and not is_altered(policy):
+        if type(policy) is RandomPolicy and not is_altered(policy.modules()):
             return [RandomStage(policy.codec, self._outputs)]
         parts = self._parts(policy)
         if parts is None:
@@ -55,7 +55,7 @@ class Planner:
     def _parts(self, policy: Any) -> list[tuple[Any, Writes]] | None:
         """The parts to run one by one with what they write; None if the policy has to be called as a whole."""
         parts = parts_of(policy)
-        if parts is None or self._writes is None or is_altered(policy):
+        if parts is None or self._writes is None or is_altered(policy.modules()):
             return None
         if [declared_by(part) for part in parts] != [writes.declared for writes in self._writes]:
             return None  # its parts are not those that were probed
@@ -110,9 +110,11 @@ def signature_of(policy: Any) -> tuple[Any, ...]:
     if not isinstance(policy, nn.Module):
         return (acting_type(),)
     modules = tuple(policy.modules())  # themselves, not their ids: these may be given to others later
-    known = (weight for weight in policy.parameters() if not nn.parameter.is_lazy(weight))
+    # One walk for all of it, once per slot: `parameters()` would walk again, and takes as long as a step.
+    own = (weight for module in modules for weight in module._parameters.values())
+    known = (weight for weight in own if weight is not None and not nn.parameter.is_lazy(weight))
     weights = tuple((weight.shape, weight.dtype, weight.device) for weight in known)
-    return (acting_type(), is_altered(policy), modules, weights, tuple(map(_settings_of, modules)))
+    return (acting_type(), is_altered(modules), modules, weights, tuple(map(_settings_of, modules)))
 
 
 def _settings_of(module: nn.Module) -> tuple[Any, ...]:
@@ -124,10 +126,10 @@ def _settings_of(module: nn.Module) -> tuple[Any, ...]:
     return (module.module, module.method) if type(module) is TensorDictModule else ()
 
 
-def is_altered(policy: nn.Module) -> bool:
-    """Whether calling `policy` does more than its modules say: hooks, a forward of their own, or autocast."""
+def is_altered(modules: Iterable[nn.Module]) -> bool:
+    """Whether calling a policy does more than its `modules` say: hooks, a forward of their own, or autocast."""
     hooks = nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks
-    return bool(hooks) or torch.is_autocast_enabled("cpu") or any(map(_has_extras, policy.modules()))
+    return bool(hooks) or torch.is_autocast_enabled("cpu") or any(map(_has_extras, modules))
 
 
 def _has_extras(module: nn.Module) -> bool:

@@ -54,9 +54,10 @@ class RolloutStats:
         if self.idle_frames:
             summary["idle_frames"] = self.idle_frames
         if self.returns:
-            # Copies: another thread may be collecting.
-            summary["mean_return"] = float(np.mean(list(self.returns)))
-            summary["mean_length"] = float(np.mean(list(self.lengths)))
+            # Copies: another thread may be collecting. Lists, as numpy takes longer for a hundred numbers.
+            returns, lengths = list(self.returns), list(self.lengths)
+            summary["mean_return"] = sum(returns) / len(returns)
+            summary["mean_length"] = sum(lengths) / len(lengths)
         return summary
 
 

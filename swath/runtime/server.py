@@ -144,6 +144,8 @@ def _preload(names: list[str]) -> None:
     finally:
         for name, original in originals.items():
             setattr(torch.compiler, name, original)
+    with contextlib.suppress(Exception):  # tensordict imports it, if it is there, when a policy is called first:
+        importlib.import_module("h5py")  # half of what a worker would do to start
     from swath.runtime import compiler
 
     compiler.marks.extend(deferred)
