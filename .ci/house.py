@@ -23,8 +23,8 @@ THIRD_PARTY = {
     "os": "_exit",
     "subprocess": "_args_from_interpreter_flags",
     "tensordict": "_generator _generator_key _kwargs _new_unsafe",
-    "torch.distributed": "_Options _devices _timeout",
-    "torch.nn.Module": "_buffers _forward_hooks _forward_pre_hooks _orig_mod",
+    "torch.distributed": "_Options _devices _timeout _init _init_rpc_states _update_group_membership",
+    "torch.nn.Module": "_buffers _forward_hooks _forward_pre_hooks _orig_mod _parameters",
     "torch.nn.modules": "_NormBase _global_forward_hooks _global_forward_pre_hooks",
 }
 """Private attributes of others that there is no public way to."""
