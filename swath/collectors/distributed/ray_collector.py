@@ -121,7 +121,7 @@ class RayCollector(RemoteCollector):
         warns = not swath.filter_warnings_subprocess
         self._launch = RayLaunch(config.start_timeout_s, config.num_sub_threads, warns)
         self._launch.wants = [config.wants(index) for index in range(config.workers)]
-        return self._launch
+        return Launch(self._launch)
 
     # -- nodes -------------------------------------------------------------------------------------------------
 
