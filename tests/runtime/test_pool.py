@@ -355,6 +355,25 @@ def test_a_worker_is_dropped_and_the_others_go_on(start_workers: Start) -> None:
     assert getattr(caught.value, "__notes__", ["No worker is left."]) == ["No worker is left."]
 
 
+def test_workers_are_added_and_one_that_cannot_start_concerns_nobody(start_workers: Start) -> None:
+    fails = [True]
+    tasks = Tasks(lambda index, replaces: Doing(begin=lambda link, bad=index == 3 and fails[0]: 1 / (not bad)))
+    pool = pool_of(start_workers(workers=4), 2, tasks)
+    pool.issue(work := Work(0, "x"))
+    with pytest.raises(ZeroDivisionError):
+        pool.add(2)
+    assert pool.indices == [0, 1]
+    wait_for(pool, work)
+    fails[0] = False
+    assert pool.add(2) == pool.indices[2:] == [2, 3]
+    assert tasks.heard[-4:] == [("task", 2, False), ("restarted", 2), ("task", 3, False), ("restarted", 3)]
+    assert [do(pool, index)[1] for index in range(4)] == ["x"] * 4
+    pool.issue(lost := Work(2, "y"))
+    pool.remove(2)
+    assert pool.indices == [0, 1, 3]
+    assert lost.is_lost
+
+
 def test_a_question_to_a_worker_that_is_dropped_has_no_answer(start_workers: Start) -> None:
     pool = pool_of(start_workers(workers=2), 2, supervision=DROP)
     with pytest.warns(WorkerRestartedWarning):

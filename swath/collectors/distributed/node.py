@@ -31,8 +31,9 @@ from swath.collectors.distributed.wire import (
 )
 from swath.errors import ChannelClosedError
 from swath.runtime.board import Board
-from swath.runtime.carrier import Finished, Message, News, Order, Place, Subscribe, Topic
+from swath.runtime.carrier import Failed, Finished, Message, News, Order, Place, Subscribe, Topic
 from swath.runtime.columns import Columns
+from swath.runtime.faults import Failure
 from swath.runtime.session import Session
 from swath.runtime.snapshots import Snapshots
 
@@ -43,7 +44,11 @@ GRACE_S = 3.0
 def serve(wire: Wire) -> None:
     """Be a worker at this end of a wire, until it is stopped or the trainer is gone."""
     try:
-        begin = pickle.loads(wire.receive())
+        parcel = wire.receive()
+        try:
+            begin = pickle.loads(parcel)
+        except Exception as error:  # what the trainer can import, a node may not
+            return wire.send(pack_parcel(Failed(Failure.of(error), "reading its task")))
         assert isinstance(begin, Begin)
         link = NodeLink(wire, begin)
         with suppress(ChannelClosedError, SystemExit):  # nobody is there any more, or it has said why it ends

@@ -118,7 +118,8 @@ class RayCollector(RemoteCollector):
         import swath
         from swath.collectors.distributed.ray_wire import RayLaunch
 
-        self._launch = RayLaunch(config.start_timeout_s, (config.num_sub_threads, not swath.filter_warnings_subprocess))
+        warns = not swath.filter_warnings_subprocess
+        self._launch = RayLaunch(config.start_timeout_s, config.num_sub_threads, warns)
         self._launch.wants = [config.wants(index) for index in range(config.workers)]
         return Launch(self._launch)
 

@@ -19,9 +19,10 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -130,8 +131,9 @@ class ActorNode:
         """Give parcels away."""
         yield from self._wire.taken()
 
-    def run(self, threads: int, warns_itself: bool) -> None:
-        """Be a node."""
+    def run(self, paths: Sequence[str], threads: int, warns_itself: bool) -> None:
+        """Be a node, which can import what lies at the trainer's `paths` if it is here, too."""
+        sys.path.extend(path for path in paths if path not in sys.path)
         settle(lambda warned: self._wire.send(pack_parcel(warned)), threads, warns_itself)
         serve(self._wire)
         threading.Event().wait()  # the trainer, who sees that the stream has ended, ends the actor
@@ -262,13 +264,13 @@ class RayNode:
 class RayLaunch:
     """Starts nodes as actors."""
 
-    def __init__(self, start_s: float, run: tuple[int, bool]) -> None:
-        """Give Ray so long to start one; `run` has the arguments of its method."""
+    def __init__(self, start_s: float, threads: int, warns_itself: bool) -> None:
+        """Give Ray so long to start one. Each has so many threads of torch, and may show warnings itself or not."""
         self.wants: list[dict[str, Any]] = []
         """Options of the actors, by index."""
         self.nodes: dict[int, RayNode] = {}
         """The last of each index."""
-        self._start_s, self._run = start_s, run
+        self._start_s, self._run = start_s, (list(sys.path), threads, warns_itself)
         self._bodies = StoredBodies()
         self._actors = ray.remote(concurrency_groups=GROUPS, max_restarts=0, max_task_retries=0)(ActorNode)
 
