@@ -19,7 +19,7 @@ from swath.errors import WorkerDiedError, WorkerRestartedWarning
 from swath.testing import CountingEnv
 
 pytest.importorskip("submitit")
-JOB = {"timeout_min": 2, "cpus_per_task": 1, "mem_gb": 1}
+JOB = {"timeout_min": 10, "cpus_per_task": 1, "mem_gb": 1}
 
 
 def make(nodes: int = 2, **options: Any) -> DistributedCollector:
@@ -111,7 +111,7 @@ def test_the_delayed_launcher_collects(slurm: Slurm, folder: Path) -> None:
 def test_the_delayed_launcher_tells_what_goes_wrong(slurm: Slurm) -> None:
     with pytest.raises(Exception, match=r"2 nodes need submitit_delayed_launcher\(num_jobs=2\), not 1"):
         delayed(1)(collect)()
-    assert not slurm.jobs()
+    until(lambda: not slurm.jobs())
     with pytest.raises(RuntimeError, match=r"was job \d+ of Slurm, which is CANCELLED"):
         delayed(0)(lambda: (subprocess.run(["scancel", os.environ["SLURM_JOB_ID"]]), time.sleep(60)))()
 

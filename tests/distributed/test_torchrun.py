@@ -65,23 +65,19 @@ def test_torchrun(program: Path, ends: str) -> None:
     until(lambda: all(map(is_gone, pids(done.stdout))))
 
 
-@pytest.mark.parametrize("ends", ["well", "by a signal"])
-def test_ranks_of_mpirun(program: Path, ends: str) -> None:
+def test_ranks_of_mpirun(program: Path) -> None:
     """As Open MPI starts them; MPICH has other names for the same."""
     names = [("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")] * 2 + [("PMI_RANK", "PMI_SIZE")]
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
-    command = [sys.executable, str(program), *(["--die"] if ends != "well" else [])]
-    ranks = [
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=environ(**{rank: str(number), size: "3"}, **master)
-        )
-        for number, (rank, size) in enumerate(names)
-    ]
+    command: list[Any] = [sys.executable, program]
+    ranks = []
+    for number, (rank, size) in enumerate(names):
+        env = environ(**{rank: str(number), size: "3"}, **master)
+        ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env))
     try:
         said = ranks[0].communicate(timeout=2 * ANSWER_S)[0]
-        assert ("batches 10" in said) == (ends == "well")
-        assert ranks[0].returncode == (0 if ends == "well" else -9)
-        assert [rank.wait(10.0) for rank in ranks[1:]] == [0, 0]
+        assert "batches 10" in said
+        assert [rank.wait(10.0) for rank in ranks] == [0, 0, 0]
     finally:
         for rank in ranks:
             rank.kill()

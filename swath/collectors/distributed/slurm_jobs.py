@@ -120,6 +120,7 @@ class DelayedRun:
 
     def be_node(self, index: int) -> None:
         """Wait until the trainer listens, and be its node."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         deadline, place = time.monotonic() + self.start_timeout_s, self.folder / "trainer"
         while not place.exists():
             if time.monotonic() > deadline:
