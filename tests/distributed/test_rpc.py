@@ -290,7 +290,7 @@ def wires() -> Iterator[tuple[RpcWire, RpcWire]]:
     ends: list[Any] = [None, None]
 
     def meet(index: int, own: Channel) -> None:
-        ends[index] = RpcWire(own, "127.0.0.1", {}, 5.0)
+        ends[index] = RpcWire(own, index, {}, 5.0)
 
     threads = [threading.Thread(target=meet, args=pair) for pair in enumerate((channel, Channel(end)))]
     for thread in threads:

@@ -220,7 +220,8 @@ class NodeConnection:
         """Where batches go, by ticket."""
         self._spare: tuple[Columns, Tensor] | None = None
         self.put(begin)
-        self._threads = [self._thread(self._send_all)]
+        self._threads: list[threading.Thread] = []
+        self._threads.append(self._thread(self._send_all))
 
     def _thread(self, run: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=run, daemon=True, name=f"swath node {self._index}")
