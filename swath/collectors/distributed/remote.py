@@ -106,7 +106,7 @@ class RemoteCarrier:
         self._fields, self._launch, self._timeout_s = tuple(fields), launch, node_timeout_s
         board = self._board = Board(workers, fields, private=True)
         self.heartbeat, self.report, self.unreported_steps = board.heartbeat, board.report, board.unreported_steps
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, NodeConnection] = {}
         self._came = Event()
         self._poll = select.poll()
         self._poll.register(self._came.fd, select.POLLIN)
@@ -119,7 +119,7 @@ class RemoteCarrier:
             self._end([index], 0.0)
         self._board.clear(index)
         begin = Begin(task, self._fields, self._timeout_s)
-        self._connections[index] = Connection(self._launch.start(index), begin, self._board, index, self._came)
+        self._connections[index] = NodeConnection(self._launch.start(index), begin, self._board, index, self._came)
         self.workers = sorted({*self.workers, index})
 
     def stop(self, index: int, timeout_s: float = 0.0) -> None:
@@ -198,7 +198,7 @@ class RemoteCarrier:
             connection.published(snapshots)
 
 
-class Connection:
+class NodeConnection:
     """A node as its carrier sees it: one thread sends to it, one receives from it."""
 
     def __init__(self, node: Node, begin: Begin, board: Board, index: int, came: Event) -> None:

@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal
 
+from swath.collectors.distributed.inside import Inside
 from swath.collectors.kinds import check_kind, check_least, check_one_of
 from swath.collectors.multi_config import MultiConfig
+from swath.collectors.worker import EngineTask
+from swath.runtime.carrier import Task
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,15 @@ class RemoteConfig(MultiConfig):
         """Never: the buffer is the trainer's, which writes what nodes have sent."""
         return self.debug and self.replay_buffer is not None
 
+    def task_of(self, task: EngineTask) -> Task:
+        """What a node is started for."""
+        return self.inside(task.index).task(task, self.supervision)
+
+    def inside(self, node: int) -> Inside:
+        """What a node runs."""
+        options = self.of("collector_kwargs", node) or {}
+        return Inside(self.collector_class, self.num_workers_per_collector, options)
+
     def _check_values(self) -> None:
         super()._check_values()
         check_kind("num_workers_per_collector", self.num_workers_per_collector, "int")
@@ -51,6 +63,8 @@ class RemoteConfig(MultiConfig):
 
     def _check_together(self) -> None:
         super()._check_together()
+        for node in range(self.workers):
+            self.inside(node)
         if self.replay_buffer is not None and not self.extend_buffer:
             raise TypeError("extend_buffer=False writes after every step, but nodes send whole batches.")
         if self.update_after_each_batch and self.max_weight_update_interval > -1:
@@ -115,4 +129,32 @@ class DistributedConfig(RemoteConfig):
             raise ValueError(
                 f"launcher={self.launcher!r} has started all nodes there will be: on_worker_failure='drop' goes on "
                 "without one that fails."
+            )
+
+
+@dataclass(frozen=True)
+class RPCConfig(DistributedConfig):
+    """What `RPCCollector` can be given, beside what `DistributedCollector` can.
+
+    Attributes:
+        backend: no effect: batches and weights are carried by RPC itself.
+        tensorpipe_options: more arguments for torch's `TensorPipeRpcBackendOptions`. How long a call may take is
+            `node_timeout_s`.
+        visible_devices: no effect: batches and weights are sent from memory of the CPU.
+
+    Nodes cannot be forks of this process ("fork"), which would have torch's agent without its threads.
+    """
+
+    _: KW_ONLY
+    tensorpipe_options: dict[str, Any] | None = None
+    visible_devices: Any = None
+
+    without_effect: ClassVar[tuple[str, ...]] = (*RemoteConfig.without_effect, "visible_devices")
+
+    def _check_values(self) -> None:
+        super()._check_values()
+        if self.mp_start_method == "fork":
+            raise ValueError(
+                "mp_start_method='fork': torch's RPC does not survive a fork of the trainer. Use 'forkserver' or "
+                "'spawn'."
             )
