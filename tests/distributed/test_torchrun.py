@@ -98,5 +98,5 @@ def test_it_is_said_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         make(on_worker_failure="restart")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_PORT", str(free_ports(1)[0]))
-    with pytest.raises(TimeoutError, match="No node has come within 1 s: it is rank 1"):
+    with pytest.raises(TimeoutError, match=r"No node has come within 1 s: it is rank [12]"):
         make(start_timeout_s=1)
