@@ -22,7 +22,7 @@ from swath.runtime.faults import Failure
 class Request:
     """Something to be answered."""
 
-    __slots__ = ("arrays", "arrived", "is_abandoned", "kind", "layout", "rows")
+    __slots__ = ("arrays", "arrived", "is_abandoned", "kind", "layout", "missing", "rows")
 
     def __init__(self, layout: RequestLayout, arrays: list[np.ndarray], kind: InteractionType | None) -> None:
         """It arrives now."""
@@ -30,10 +30,16 @@ class Request:
         self.arrived = perf_counter()
         self.is_abandoned = False
         """Whether nobody waits for the answer any more."""
+        self.missing = 0
+        """How many others were expected in its batch when it was last looked at."""
 
     def answer(self, outputs: Outputs, at: int, follower: Request | None) -> Request | None:
         """The answer are the rows from `at` on. Returns what is to be woken; that wakes the `follower` then."""
         raise NotImplementedError
+
+    def is_done(self) -> bool:
+        """Whether it is known to be answered or refused."""
+        return False
 
     def rouse(self) -> Request | None:
         """Wake the thread that waits, if there is one; returns what is to be woken then."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import socket
 import threading
@@ -45,8 +46,6 @@ from swath.runtime.columns import tensor_of
 from swath.runtime.faults import Failure
 
 Entries = list[tuple[Key, Tensor]]
-LOOK_S = 1.0
-"""How often a thread that waits looks whether it should have been woken: an interrupt may have come between."""
 RAISED = "Raised by the policy of the InferenceServer."
 DIED = "The InferenceServer has ended without a word: its process was killed, or has crashed."
 
@@ -54,36 +53,38 @@ DIED = "The InferenceServer has ended without a word: its process was killed, or
 class LocalRequest(Request):
     """One of a thread of the server's own process."""
 
-    __slots__ = ("_at", "_device", "_done", "_failure", "_follower", "_is_waited", "_outputs")
+    __slots__ = ("_at", "_done", "_failure", "_follower", "_is_waited", "_loop", "_outputs")
 
     def __init__(
-        self, layout: RequestLayout, arrays: list[np.ndarray], kind: InteractionType | None, device: Any
+        self, layout: RequestLayout, arrays: list[np.ndarray], kind: InteractionType | None, loop: InferenceLoop
     ) -> None:
-        """Not answered yet."""
+        """Not answered yet, by `loop`."""
         super().__init__(layout, arrays, kind)
+        self._loop = loop
         self._done = allocate_lock()
         self._done.acquire()
         self._failure: Failure | ClosedError | None = None
         self._outputs: Outputs | None = None
         self._at = 0
-        self._device = device
         self._follower: Request | None = None
         self._is_waited = False
 
     def answer(self, outputs: Outputs, at: int, follower: Request | None) -> Request:
         """Keep the answer for the thread that waits; it takes its rows itself."""
-        self._outputs, self._at, self._follower = outputs, at, follower
+        self._at, self._follower, self._outputs = at, follower, outputs  # the last of them says that it is done
         return self
 
     def refuse(self, failure: Failure | ClosedError) -> None:
         """Wake the thread that waits."""
-        self._failure = failure
-        self.wake()
+        if self._outputs is None:
+            self._failure = failure
+            self.wake()
 
     def rouse(self) -> Request | None:
         """Wake the thread that waits, which then wakes the follower. Returns that if none does."""
-        with contextlib.suppress(RuntimeError):  # it was woken before
-            self._done.release()
+        if self._done.locked():  # else it was woken before
+            with contextlib.suppress(RuntimeError):  # just now, by another thread
+                self._done.release()
         follower = None
         if not self._is_waited:
             follower, self._follower = self._follower, None
@@ -95,16 +96,21 @@ class LocalRequest(Request):
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait; whether it is over. See NOTE [Waking one by one]."""
-        deadline = None if timeout_s is None else monotonic() + timeout_s
-        self._is_waited = True
+        deadline = math.inf if timeout_s is None else monotonic() + timeout_s
         try:
-            while not self.is_done() and not self._done.acquire(True, LOOK_S if deadline is None else _left(deadline)):
-                if deadline is not None and monotonic() >= deadline:
+            while not self.is_done():
+                again_s = self._loop.lead(self)
+                self._is_waited = True
+                if self.is_done() or self._done.acquire(True, min(again_s, max(0.0, deadline - monotonic()))):
+                    break
+                if monotonic() >= deadline:
                     break
         finally:
             self._is_waited = False
             if self.is_done():
                 self.wake()  # which leaves the lock open for whoever asks again
+            else:
+                self._loop.ring()  # others may have left it to us to have them served
         return self.is_done()
 
     def entries(self, timeout_s: float | None) -> Entries:
@@ -113,7 +119,7 @@ class LocalRequest(Request):
             raise TimeoutError(f"The InferenceServer has not answered within {timeout_s} s.")
         if self._failure is not None:
             raise _error(self._failure)
-        outputs, at, size = self._outputs, self._at, self.layout.batch_size
+        outputs, at, size, device = self._outputs, self._at, self.layout.batch_size, self._loop.settings.output_device
         assert outputs is not None
         entries: Entries = []
         for (key, leaf), array in zip(outputs.leaves, outputs.arrays, strict=True):
@@ -123,12 +129,8 @@ class LocalRequest(Request):
             else:
                 rows = array[at, ...]
             value = tensor_of(rows, leaf.dtype)
-            entries.append((key, value if self._device is None else value.to(self._device)))
+            entries.append((key, value if device is None else value.to(device)))
         return entries
-
-
-def _left(deadline: float) -> float:
-    return min(LOOK_S, max(0.0, deadline - monotonic()))
 
 
 def _error(failure: Failure | ClosedError) -> BaseException:
@@ -155,10 +157,8 @@ class LocalDoor:
         if layout is None:
             layout = self._layouts[look] = layout_of(entries, size)
         arrays = arrays_of(entries, layout)
-        request = LocalRequest(
-            layout, [array.copy() for array in arrays] if keep else arrays, kind, self._loop.settings.output_device
-        )
-        self._loop.submit(request)
+        request = LocalRequest(layout, [array.copy() for array in arrays] if keep else arrays, kind, self._loop)
+        self._loop.submit(request, rings=keep)  # otherwise it is waited for at once
         return request
 
     def travelling_end(self) -> TravellingEnd:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from swath.runtime.columns import Columns, Leaf, array_of
 AHEAD = 64
 """For how many forwards noise is drawn at a time, where it is drawn ahead."""
 ONE_STEP = (slice(None), slice(1))
+VERSION = Leaf((), torch.int64)
 
 Leaves = tuple[tuple[Key, Leaf], ...]
 """Entries in order: key, and shape and dtype of one row."""
@@ -109,8 +109,7 @@ class Rowed(Protocol):
     rows: int
 
 
-@dataclass(frozen=True)
-class Outputs:
+class Outputs(NamedTuple):
     """What a forward has written, for the rows of all its requests one after the other."""
 
     leaves: Leaves
@@ -149,13 +148,21 @@ class Forward:
         self._signature: tuple[Any, ...] = ()
         self._time = AHEAD
         self._described: Leaves = ()
-        self._ranges: dict[int, np.ndarray] = {}
 
     def renew(self) -> None:
         """The policy has other weights, or was changed in another way: fetch anew what was taken from it."""
         self._time = AHEAD
         if self._stages is not None and signature_of(self._policy)[1:] != self._signature:
             self._stages, self._may_plan = None, _is_small(self._policy)
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it runs as stages: in less time than it takes to wake a thread, and without a call of a module."""
+        return self._stages is not None
+
+    def is_quick_for(self, requests: Sequence[Rowed]) -> bool:
+        """Whether it does for so many rows."""
+        return self._stages is not None and sum([request.rows for request in requests]) <= self._capacity
 
     def run(self, requests: Sequence[Rowed], version: int) -> Outputs:
         """Call the policy once, with the rows of all `requests`."""
@@ -175,13 +182,20 @@ class Forward:
                 for target, array in zip(self._arrays, request.arrays, strict=True):
                     target[at] = array
                 at += 1
-        with nullcontext() if self._kind is None else exploring_here(self._kind):
-            written = self._run_module(count) if self._stages is None else self._run_stages(self._stages, count)
-            if self._may_plan and self._stages is None:
-                self._plan()
+        if self._stages is not None:
+            arrays = self._run_stages(self._stages, count)
+        else:
+            with nullcontext() if self._kind is None else exploring_here(self._kind):
+                written = self._run_module(count)
+                if self._may_plan:
+                    self._plan()
+            arrays = [array for array, _ in written.values()]
+            self._describe({key: Leaf(array.shape[1:], dtype) for key, (array, dtype) in written.items()})
         if self._version_key is not None:
-            written[self._version_key] = np.full(count, version, np.int64), torch.int64
-        return Outputs(self._describe(written), [array for array, _ in written.values()])
+            versions = np.empty(count, np.int64)
+            versions.fill(version)
+            arrays.append(versions)
+        return Outputs(self._described, arrays)
 
     def _make_room(self, count: int) -> None:
         self._capacity = 1 << (count - 1).bit_length()
@@ -189,11 +203,12 @@ class Forward:
         self._arrays = [array_of(tensor) for tensor in self._columns.tensors.values()]
         self._stages = None
 
-    def _describe(self, written: dict[Key, tuple[np.ndarray, torch.dtype]]) -> Leaves:
-        described = tuple((key, Leaf(array.shape[1:], dtype)) for key, (array, dtype) in written.items())
+    def _describe(self, leaves: dict[Key, Leaf]) -> None:
+        if self._version_key is not None:
+            leaves[self._version_key] = VERSION
+        described = tuple(leaves.items())
         if described != self._described:
             self._described = described
-        return self._described
 
     # -- the general way ---------------------------------------------------------------------------------------
 
@@ -224,28 +239,25 @@ class Forward:
         stages = Planner(probe, inputs, self._outputs, None, True, False).plan(self._policy)
         if all(isinstance(stage, MLPStage | SamplingStage) for stage in stages):
             self._stages, self._visible, self._time = stages, probe.visible, AHEAD
+            self._describe({key: self._outputs.leaf(key) for key in self._visible})
             self._signature = signature_of(self._policy)[1:]  # without the exploration type, which is ours
         else:
             self._may_plan = False
 
-    def _run_stages(self, stages: list[Stage], count: int) -> dict[Key, tuple[np.ndarray, torch.dtype]]:
+    def _run_stages(self, stages: list[Stage], count: int) -> list[np.ndarray]:
         if self._time == AHEAD:
             self._time = 0
             for stage in stages:
                 stage.begin(AHEAD, self._generator)
-        if count not in self._ranges:
-            self._ranges[count] = np.arange(count)
-        lanes = self._ranges[count]
-        times = np.full(count, self._time)
-        self._time += 1
         for stage in stages:
-            stage.run_on(lanes, times)
+            stage.run_first(count, self._time)
+        self._time += 1
         for stage in stages:
             if isinstance(stage, SamplingStage):
                 columns = {key: tensor[:count].unsqueeze(1) for key, tensor in self._outputs.tensors.items()}
                 stage.finish(columns, ONE_STEP)
-        tensors, arrays = self._outputs.tensors, self._outputs.arrays
-        return {key: (arrays[key][:count].copy(), tensors[key].dtype) for key in self._visible}
+        arrays = self._outputs.arrays
+        return [arrays[key][:count].copy() for key in self._visible]
 
 
 class _Asking:

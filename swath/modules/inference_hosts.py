@@ -17,7 +17,8 @@ from swath.errors import ClosedError, WorkerDiedError
 from swath.keys import Key, as_key
 from swath.modules.inference_connections import Connection
 from swath.modules.inference_doors import DIED, LocalDoor, RemoteDoor
-from swath.modules.inference_loop import InferenceLoop, InferenceSettings
+from swath.modules.inference_loop import InferenceLoop
+from swath.modules.inference_settings import InferenceSettings
 from swath.modules.inference_wire import PolicySignature, TravellingEnd
 from swath.modules.probe import guessed_shapes
 from swath.runtime.carrier import Link, Order, Task, Topic

@@ -1,10 +1,10 @@
 """The loop of an inference server: waits for requests, puts them into batches, answers them.
 
-NOTE [Serving]: one thread serves. Requests of threads of its own process come through a deque, without a copy and
-without a lock: whoever asks appends, and rings only if the server sleeps; what has come is seen either by the look that
-the server takes before it goes to sleep, or by the one who rings. Requests of other processes come through connections
-(NOTE [Connections]). As long as there are none, the server sleeps on a lock, which costs a thread that rings it nothing
-but the lock, otherwise in `poll`.
+NOTE [Serving]: one thread serves at a time: the server's own, or one that asks (NOTE [Leading]). Requests of threads of
+its process come through a deque, without a copy and without a lock: whoever asks appends, and rings only if the server
+sleeps; what has come is seen either by the look that the server takes before it goes to sleep, or by the one who rings.
+Requests of other processes come through connections (NOTE [Connections]). As long as there are none, the server sleeps
+on a lock, which costs a thread that rings it nothing but the lock, otherwise in `poll`.
 
 A batch is made of the requests that have come first. It is served when there are `min_batch_size` of them, or when
 `timeout` has passed since the first of them came; whatever else has come by then goes along, up to `max_batch_size`.
@@ -15,7 +15,16 @@ there were before: for as long as another comes within the time that the last ba
 for the first of them. Without that, clients that work at
 the same pace would be served in small groups, one after the other.
 
-Whatever changes the policy is done by this thread between two batches, so that no answer is made of two versions.
+Whatever changes the policy is done by the server's thread between two batches, so that no answer is made of two
+versions.
+
+NOTE [Leading]: to wake another thread and to be woken takes longer than the forward of a small network. So a thread
+that waits for its answer serves the batch itself, with all requests that have come, if nobody serves just now. It must
+be a forward that calls no module: nothing of the user's runs in a thread that he has not meant it for, and nothing that
+is set for that thread alone (exploration, devices, autocast) can touch the answers of others. All else is done by the
+server's thread: whoever serves holds the turn, and the server's thread lets it go only while it sleeps without a
+request. Whoever leads looks for requests once more when it has given the turn back, and rings if there are any; so
+those who find the turn taken need not ring. And nobody leads while the server's thread has something else to do.
 """
 
 from __future__ import annotations
@@ -28,8 +37,8 @@ from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -37,48 +46,18 @@ import torch
 from tensordict.nn import InteractionType
 
 from swath.errors import ClosedError
-from swath.keys import POLICY_VERSION, Key
 from swath.modules.inference_connections import Connection, RemoteRequest, Request
 from swath.modules.inference_forward import Forward, Leaves, RequestLayout
+from swath.modules.inference_settings import InferenceSettings
 from swath.modules.inference_stats import InferenceStats
 from swath.modules.inference_wire import Ask, Claimed, Goodbye, Hello, Introduce
 from swath.runtime.faults import Failure
 from swath.runtime.rounds import Event
 
-
-@dataclass(frozen=True, kw_only=True)
-class InferenceSettings:
-    """How an inference server works.
-
-    Attributes:
-        max_batch_size: the most requests in a forward.
-        min_batch_size: how many requests to wait for.
-        timeout: the most seconds that a request waits for others.
-        device: where the policy computes; None leaves it where it is.
-        output_device: where clients in this process get their answers; None is the CPU, or their TensorDict's device.
-        version_key: under which the version is written into answers; None leaves it out.
-        stats_window: of how many batches and requests latencies are kept.
-    """
-
-    max_batch_size: int = 64
-    min_batch_size: int = 1
-    timeout: float = 0.01
-    device: torch.device | None = None
-    output_device: torch.device | None = None
-    version_key: Key | None = POLICY_VERSION
-    stats_window: int = 1024
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        for name in ("max_batch_size", "min_batch_size", "stats_window"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive whole number, got {value!r}.")
-        if self.min_batch_size > self.max_batch_size:
-            raise ValueError(f"min_batch_size={self.min_batch_size} is above max_batch_size={self.max_batch_size}.")
-        timeout = self.timeout
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < math.inf:
-            raise ValueError(f"timeout must be a number of seconds, 0 or more, got {timeout!r}.")
+LOOK_S = 1.0
+"""How often a thread that waits looks whether it should have been woken: an interrupt may have come between."""
+WAKE_S = 50e-6
+"""About how long it takes to wake a thread."""
 
 
 class InferenceLoop:
@@ -101,6 +80,10 @@ class InferenceLoop:
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._added: deque[Connection] = deque()
         self._connections: dict[int, Connection] = {}
+        self._turn = allocate_lock()
+        """Held by the thread that serves."""
+        self._is_led = False
+        """Whether it is a thread that asks; see NOTE [Leading]."""
         self._is_asleep = False
         self._bell = allocate_lock()
         self._bell.acquire()
@@ -117,14 +100,53 @@ class InferenceLoop:
 
     # -- from any thread ---------------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> None:
-        """Let `request` be answered."""
+    def submit(self, request: Request, *, rings: bool = True) -> None:
+        """Let `request` be answered; without `rings` only when `lead` is called, which whoever waits for it does."""
         self._pending.append(request)
-        if self._is_asleep:
-            if len(self._pending) >= self._wanted:
-                self.ring()
-        elif self.closed is not None:
+        if self.closed is not None:
             self._refuse_pending(self.closed)
+        elif rings:
+            self._ring_if_due()
+
+    def lead(self, request: Request) -> float:
+        """Serve the batch of `request` if all are there, that is quick, and nobody serves; else let it be served.
+
+        Returns for how many seconds to wait for the answer before this is called again. For as long as others are
+        expected, whoever came first watches over the batch.
+        """
+        forward = self._forwards.get((request.layout.group, request.kind))
+        is_free = self.closed is None and not self._calls and self.settings.min_batch_size == 1
+        if forward is None or not forward.is_quick or not is_free:
+            self._ring_if_due()
+            return LOOK_S
+        missing = self._expected - len(self._pending)
+        if missing > 0:
+            if not self._is_first(request):
+                return LOOK_S
+            left = request.arrived + self.settings.timeout - perf_counter()
+            if missing != request.missing and left > 0:  # else nobody has come since, or it has waited long enough
+                request.missing = missing
+                return min(missing * max(self._forward_s, WAKE_S), left)
+        if self._turn.acquire(False):
+            self._is_led = True
+            try:
+                self._serve_batch()
+            finally:
+                self._is_led = False
+                self._turn.release()
+        if not self._is_led:
+            self._ring_if_due()
+        return LOOK_S
+
+    def _is_first(self, request: Request) -> bool:
+        try:
+            return self._pending[0] is request
+        except IndexError:  # all are being served
+            return False
+
+    def _ring_if_due(self) -> None:
+        if self._is_asleep and len(self._pending) >= self._wanted:
+            self.ring()
 
     def add(self, connection: Connection) -> None:
         """Serve a new connection."""
@@ -164,7 +186,7 @@ class InferenceLoop:
     def serve(self) -> None:
         """Answer requests, until it is stopped or there is news."""
         settings, pending = self.settings, self._pending
-        with torch.no_grad():
+        with self._turn, torch.no_grad():
             while True:
                 if self._attend(0.0, 0) or self._await_expected():
                     return
@@ -197,7 +219,7 @@ class InferenceLoop:
         elif timeout_s != 0.0:
             self._is_asleep = True
             if len(self._pending) < wanted and not self._calls and not self._added and not self._is_stopping:
-                self._bell.acquire(True, -1 if timeout_s is None else timeout_s)
+                self._sleep(timeout_s)
             self._is_asleep = False
         while self._added:
             self._register(self._added.popleft())
@@ -208,6 +230,18 @@ class InferenceLoop:
             except BaseException as error:  # it is of the one who has asked
                 future.set_exception(error)
         return self._is_stopping
+
+    def _sleep(self, timeout_s: float | None) -> None:
+        """Until somebody rings; without a limit, there is nothing to serve, and others may lead meanwhile."""
+        if timeout_s is not None:
+            self._bell.acquire(True, timeout_s)
+            return
+        self._turn.release()
+        try:
+            self._bell.acquire()
+            self._is_asleep = False
+        finally:
+            self._turn.acquire()
 
     def _poll_connections(self, timeout_s: float | None, wanted: int) -> bool:
         """The same where there are connections; whether there is news."""
@@ -290,21 +324,29 @@ class InferenceLoop:
     # -- batches -----------------------------------------------------------------------------------------------
 
     def _serve_batch(self) -> None:
-        batch: dict[Forward, list[Request]] = {}
-        begun = perf_counter()
-        pending, left = self._pending, self.settings.max_batch_size
-        while pending and left:
-            request = pending.popleft()
-            if not request.is_abandoned:
-                left -= 1
-                batch.setdefault(self._forward(request.layout, request.kind), []).append(request)
-        for forward, requests in batch.items():
-            self._in_forward = requests
-            self._answer(forward, requests)
-            self._in_forward = []
-        self._forward_s = perf_counter() - begun
-        served = self.settings.max_batch_size - left
-        self._expected = min(served + len(pending), self.settings.max_batch_size)
+        """Answer the requests that have come first; if a client leads, only if that is quick for all of them."""
+        begun, pending, batch = perf_counter(), self._pending, self._in_forward
+        try:
+            with contextlib.suppress(IndexError):  # they were refused meanwhile
+                # In one call, which no interrupt can come into: a request is in the one place or the other.
+                batch.extend(islice(iter(pending.popleft, None), min(len(pending), self.settings.max_batch_size)))
+            groups: dict[Forward, list[Request]] = {}
+            for request in batch:
+                if not request.is_abandoned:
+                    groups.setdefault(self._forward(request.layout, request.kind), []).append(request)
+            if self._is_led and not all(forward.is_quick_for(requests) for forward, requests in groups.items()):
+                return
+            for forward, requests in groups.items():
+                self._answer(forward, requests)
+            # Who did not come may come again: they are given up by halves.
+            present = max(len(batch) + len(pending), self._expected // 2)
+            self._expected = min(present, self.settings.max_batch_size)
+            batch.clear()
+            self._forward_s = perf_counter() - begun
+        finally:
+            if self._is_led and batch:  # they are not for us, or we were interrupted
+                pending.extendleft([request for request in reversed(batch) if not request.is_done()])
+                batch.clear()
 
     def _forward(self, layout: RequestLayout, kind: InteractionType | None) -> Forward:
         """The forward that a request takes part in."""
@@ -324,6 +366,8 @@ class InferenceLoop:
             outputs = forward.run(requests, self.version)
             failed = False
         except BaseException as error:
+            if self._is_led and not isinstance(error, Exception):
+                raise  # it is meant for the thread that leads
             failure = Failure.of(error)
             for request in requests:
                 request.refuse(failure)

@@ -13,7 +13,7 @@ from swath.errors import ClosedError, check_foreign_arguments
 from swath.keys import POLICY_VERSION, as_key
 from swath.modules.inference_client import InferenceClient
 from swath.modules.inference_hosts import Change, Host, ProcessHost, ThreadHost
-from swath.modules.inference_loop import InferenceSettings
+from swath.modules.inference_settings import InferenceSettings
 from swath.runtime.columns import Columns, Leaf
 from swath.weights import flat_weights, load_weights
 

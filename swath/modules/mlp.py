@@ -163,6 +163,7 @@ class MLPStage(Stage):
         self._some = [np.empty_like(array) for array in (source, *self._targets)]
         """Where the rows of some lanes are gathered before they are run."""
         self._operations_on: dict[int, list[Operation]] = {}
+        self._operations_first: dict[int, list[Operation]] = {}
         self.begin(0, None)
 
     def _bind(self, x: np.ndarray, targets: list[np.ndarray]) -> list[Operation]:
@@ -199,6 +200,13 @@ class MLPStage(Stage):
             operation()
         for target, result in zip(self._targets, targets, strict=True):
             target[rows] = result
+
+    def run_first(self, count: int, t: int) -> None:
+        """The forward pass for the first lanes, where they lie."""
+        if count not in self._operations_first:
+            self._operations_first[count] = self._bind(self._source[:count], [array[:count] for array in self._targets])
+        for operation in self._operations_first[count]:
+            operation()
 
 
 def mlp_stage(module: nn.Module, source: np.ndarray, outputs: Rows, out_keys: Sequence[Key]) -> MLPStage | None:

@@ -56,6 +56,11 @@ class SamplingStage(Stage):
         self._act([array[lanes] for array in self._params], noise, action)
         self._action[lanes] = action
 
+    def run_first(self, count: int, t: int) -> None:
+        """Act for the first lanes."""
+        noise = None if self._noise is None else self._noise[t, :count]
+        self._act([array[:count] for array in self._params], noise, self._action[:count])
+
     def _act(self, params: list[np.ndarray], noise: np.ndarray | None, action: np.ndarray) -> None:
         """Write what is chosen for `params` into `action`; the most likely if there is no noise."""
         raise NotImplementedError
@@ -80,7 +85,8 @@ class CategoricalStage(SamplingStage):
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Draw the noise of all steps."""
         if not self._greedy:
-            noise = torch.empty(steps, *self._shape, dtype=torch.float32).exponential_(generator=generator)
+            noise = torch.empty(steps, *self._shape, dtype=torch.float32, device="cpu")
+            noise.exponential_(generator=generator)
             with np.errstate(divide="ignore"):
                 self._noise = -np.log(noise.numpy())
 
@@ -136,7 +142,7 @@ class NormalStage(SamplingStage):
             self._half[:] = (high - low) / 2
             self._middle[:] = (high + low) / 2
         if not self._greedy:
-            self._noise = torch.randn(steps, *self._action.shape, generator=generator).numpy()
+            self._noise = torch.randn(steps, *self._action.shape, generator=generator, device="cpu").numpy()
 
     def _act(self, params: list[np.ndarray], noise: np.ndarray | None, action: np.ndarray) -> None:
         loc, scale, edge, other_edge, half, middle = params

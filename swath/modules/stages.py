@@ -46,6 +46,10 @@ class Stage:
         """Do the work of step `times[i]` for lane `lanes[i]`, for all `i`; see NOTE [Some lanes]."""
         raise NotImplementedError
 
+    def run_first(self, count: int, t: int) -> None:
+        """Do the work of step `t` for the first `count` lanes."""
+        self.run_on(np.arange(count), np.full(count, t))
+
     def finish(self, columns: Mapping[Key, Tensor], filled: Filled) -> None:
         """Fill the stage's late entries, given all columns `[N, T, ...]`, where they are valid."""
 

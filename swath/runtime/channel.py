@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import pickle
 import select
@@ -23,7 +22,8 @@ from swath.runtime.pickling import unpicklable
 
 HEADER = struct.Struct("<QI")
 """Bytes of the message, and how many descriptors come with it."""
-CHUNK = 1 << 18
+SMALL, CHUNK = 1 << 12, 1 << 18
+"""How many bytes are asked for first, and if there were as many: room for more takes longer to make than to fill."""
 MOST_FDS = 128
 SEND_S = 30.0
 """How long the other side may leave its end full: it is stopped, or stuck."""
@@ -165,9 +165,10 @@ class Channel:
 
     def _pump(self) -> bool:
         """Take in what has come; whether more may come."""
+        room = SMALL
         while True:
             try:
-                data, fds, _, _ = socket.recv_fds(self._socket, CHUNK, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
+                data, fds, _, _ = socket.recv_fds(self._socket, room, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return True
             except OSError:
@@ -176,8 +177,9 @@ class Channel:
             if not data:
                 return False
             self._bytes += data
-            if len(data) < CHUNK:  # most often that was all; whoever waits for more will be told
+            if len(data) < room:  # most often that was all; whoever waits for more will be told
                 return True
+            room = CHUNK
 
     def _next(self) -> Any:
         """The next whole message."""
@@ -188,9 +190,10 @@ class Channel:
             return _NOTHING
         data = bytes(memoryview(self._bytes)[HEADER.size : HEADER.size + size])
         del self._bytes[: HEADER.size + size]
-        fds = [self._fds.popleft() for _ in range(count)]
-        with descriptors.handed_out(fds):
-            return pickle.load(io.BytesIO(data))
+        if not count:
+            return pickle.loads(data)
+        with descriptors.handed_out([self._fds.popleft() for _ in range(count)]):
+            return pickle.loads(data)
 
     def end(self) -> None:
         """End the connection for both sides, whoever waits here or there. From any thread."""

@@ -465,7 +465,7 @@ def test_a_future_can_be_asked_again(serve: Serve, backend: str) -> None:
 
 def test_nobody_is_forgotten_where_threads_wake_each_other(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some give up at any moment, some ask without waiting: whoever waits behind them is woken all the same."""
-    monkeypatch.setattr("swath.modules.inference_doors.LOOK_S", 1000.0)  # nobody looks by himself
+    monkeypatch.setattr("swath.modules.inference_loop.LOOK_S", 1000.0)  # nobody looks by himself
     client = serve(factor_policy()).client()
     wrong: list[int] = []
 
