@@ -86,31 +86,25 @@ def test_without_submitit_or_slurm_it_is_said(monkeypatch: pytest.MonkeyPatch) -
 # -- delayed -------------------------------------------------------------------------------------------------------
 
 
-def collect(**options: Any) -> tuple[list[int], str]:
-    collector = make(launcher="submitit_delayed", total_frames=400, slurm_kwargs=None, **options)
-    workers = {int(batch["collector", "traj_ids"][0]) >> 40 for batch in collector}
-    collector.shutdown()
-    return sorted(workers), os.environ["SLURM_JOB_ID"]
-
-
 def delayed(num_jobs: int, **options: Any) -> Any:
     return submitit_delayed_launcher(
         num_jobs, submitit_main_conf=JOB, submitit_collection_conf=JOB, start_timeout_s=30, **options
     )
 
 
-def test_the_delayed_launcher_collects(slurm: Slurm, folder: Path) -> None:
-    main = delayed(2)(lambda **options: collect(**options))
-    workers, job = main(sync=False)
-    assert workers == [0, 1]
-    assert slurm.state(job) == "COMPLETED"
+def test_the_recipe_of_the_docs_collects(slurm: Slurm, folder: Path) -> None:
+    docs = Path(__file__).parents[2] / "docs" / "distributed.md"
+    recipe = docs.read_text().split("```py\n")[1].split("```\n")[0]
+    (folder / "train.py").write_text(recipe)
+    done = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, timeout=90)
+    assert done.stdout == "frames: 2000\n", done.stderr
     assert not slurm.jobs()
-    assert not list(folder.iterdir())
+    assert [path.name for path in folder.iterdir()] == ["train.py"]
 
 
 def test_the_delayed_launcher_tells_what_goes_wrong(slurm: Slurm) -> None:
     with pytest.raises(Exception, match=r"2 nodes need submitit_delayed_launcher\(num_jobs=2\), not 1"):
-        delayed(1)(collect)()
+        delayed(1)(lambda: make(launcher="submitit_delayed"))()
     until(lambda: not slurm.jobs())
     with pytest.raises(RuntimeError, match=r"was job \d+ of Slurm, which is CANCELLED"):
         delayed(0)(lambda: (subprocess.run(["scancel", os.environ["SLURM_JOB_ID"]]), time.sleep(60)))()
