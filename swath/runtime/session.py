@@ -7,6 +7,7 @@ one.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import NoReturn
 
@@ -31,9 +32,14 @@ class Session:
         link.send(Started(described))
 
     def run(self) -> None:
-        """Work until it is stopped."""
-        while self.step(wait=True):
-            pass
+        """Work until it is stopped, or nobody is there any more."""
+        try:
+            while self.step(wait=True):
+                pass
+        except ChannelClosedError:  # this process may live on; what the job holds must not
+            with contextlib.suppress(Exception):
+                self.job.stop()
+            raise
         self.job.stop()
 
     def step(self, *, wait: bool) -> bool:

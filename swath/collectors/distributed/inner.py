@@ -314,5 +314,5 @@ class InnerAsync(InnerCollector, MultiAsyncCollector):
 def first_number(node: int) -> int:
     """The number of the first worker of the node that has the number `node`."""
     if node >> (63 - WORKER_BITS - INNER_BITS):
-        raise RuntimeError(f"Node number {node} does not fit into trajectory ids: too many nodes were started.")
+        raise RuntimeError(f"Node {node} does not fit into trajectory ids: too many nodes, or too large a worker_idx.")
     return node << INNER_BITS

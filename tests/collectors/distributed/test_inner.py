@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from children import is_gone
-from common import LANE, STEP, assert_same, bounded, buffer, by_lane, ids_of, net, rows, saved, set_to, until
+from common import LANE, STEP, assert_same, bounded, buffer, by_lane, ids_of, net, rows, saved, set_to, steps_of, until
 from inside import cut_off
 from nodes import AsyncNodes, SyncNodes, counting
 
@@ -82,9 +82,11 @@ def assert_streams(batches: list[Any], lanes: int = 8, are_all: bool = True) -> 
 
 @EACH
 def test_every_frame_is_where_it_belongs(make: Any, outer: Any, inner: str) -> None:
-    """Also when the budget ends within a batch."""
+    """Also when the budget ends within a batch; nothing is left then."""
     collector = make(outer, inner, total_frames=840)
+    pids = pids_of(collector)
     batches = list(collector)
+    assert all(map(is_gone, pids))
     rows_of_a_node = (2, 2) if inner == "sync" else (2,)
     assert batches[0].shape[:-1] == ((2, *rows_of_a_node) if outer is SyncNodes else rows_of_a_node)
     assert sum(batch.numel() for batch in batches) == collector.stats()["frames"] == 840
@@ -191,10 +193,8 @@ def test_reset_of_lanes(make: Any, inner: str) -> None:
 # -- ids and seeds -------------------------------------------------------------------------------------------------
 
 
-def test_ids_name_node_and_worker(make: Any) -> None:
-    batch = make(SyncNodes, "sync").next()
-    numbers = (batch[TRAJ_IDS] >> WORKER_BITS)[:, :, 0, 0]
-    assert numbers.tolist() == [[0, 1], [1 << INNER_BITS, (1 << INNER_BITS) + 1]]
+def test_numbers_of_nodes_are_limited() -> None:
+    assert first_number(2**15 - 1) < 2**23
     with pytest.raises(RuntimeError, match="too many nodes"):
         first_number(2**15)
 
@@ -257,21 +257,14 @@ def test_frames_tell_the_version_that_made_them(make: Any, outer: Any, inner: st
 
 
 def test_weights_for_one_node(make: Any) -> None:
-    collector = make(SyncNodes, "sync", policy_factory=lambda: net(1.0), track_policy_version=True)
-    assert (collector.next()["action"] == 1.0).all()
+    """At first all have the same, wherever policies were made."""
+    collector = make(SyncNodes, "sync", policy_factory=lambda: net(float(torch.rand(()))), track_policy_version=True)
+    (first,) = collector.next()["action"].unique()
     collector.update_policy_weights_(net(2.0), worker_ids=[1])
     batch = collector.next()
-    assert (batch["action"][0] == 1.0).all()
+    assert (batch["action"][0] == first).all()
     assert (batch["action"][1] == 2.0).all()
     assert (batch["policy_version"][1] == 1).all()
-
-
-def test_all_nodes_begin_with_the_same_weights(make: Any) -> None:
-    def policy() -> Any:
-        return net(float(torch.rand(())))
-
-    batch = make(SyncNodes, "sync", policy_factory=policy).next()
-    assert len(batch["action"].unique()) == 1
 
 
 @CROSSED
@@ -306,7 +299,8 @@ def test_questions_are_asked_of_every_worker(make: Any, tmp_path: Path) -> None:
     assert collector.cascade_execute("get_policy_version") == [[0, 0]] * 2
     assert collector.getattr_policy("in_keys") == ["observation"]
     collector.set_post_collect_hook(lambda batch: (tmp_path / str(os.getpid())).write_text(str(batch.shape[-1])))
-    collector.next()
+    numbers = (collector.next()[TRAJ_IDS] >> WORKER_BITS)[:, :, 0, 0]
+    assert numbers.tolist() == [[0, 1], [1 << INNER_BITS, (1 << INNER_BITS) + 1]]
     notes = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert notes == {str(pid): "10" for pid in pids_of(collector)}
     collector.update_policy_weights_(weights_dict={"policy.module": nn_state(4.0)})
@@ -331,11 +325,11 @@ def test_steps_are_seen_while_they_are_made(make: Any, inner: str, tmp_path: Pat
                 time.sleep(0.001)
             return super()._step(tensordict)
 
-    collector = make(SyncNodes, inner, lambda: Waits((2,), lengths=LENGTHS))
+    collector = make(SyncNodes, inner, lambda: Waits((2,), lengths=LENGTHS), nodes=1)
     thread = threading.Thread(target=collector.next)
     thread.start()
     wanted = 5 if inner == "sync" else 10
-    until(lambda: all(collector.stats("per_worker")[f"worker_{node}/steps"] == wanted for node in (0, 1)))
+    until(lambda: steps_of(collector, 0) == wanted)
     gate.touch()
     thread.join(30.0)
     assert not thread.is_alive()
@@ -428,14 +422,6 @@ def test_a_worker_that_hangs_is_killed_within_its_node(make: Any) -> None:
 
 
 # -- processes and arguments ---------------------------------------------------------------------------------------
-
-
-def test_nothing_is_left_after_shutdown(make: Any) -> None:
-    collector = make(AsyncNodes, "async")
-    collector.next()
-    pids = pids_of(collector)
-    collector.shutdown()
-    assert all(map(is_gone, pids))
 
 
 def test_a_node_that_is_cut_off_ends_its_workers(make: Any) -> None:
