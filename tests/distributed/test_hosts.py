@@ -85,8 +85,9 @@ def test_a_host_that_is_gone_is_named(fault: str) -> None:
         trainer = start(here, far, node_timeout_s=2.0)
         getattr(far, fault)()
         said = trainer.wait_for("WorkerDiedError: Worker 0", 10.0)
-        assert "node (host1, as what the command" in said
-        assert "node_timeout_s=2" in said
+        assert "host1, as what the command" in said
+        # The command that has started it is on this machine: if it was killed, that may be seen first.
+        assert "node_timeout_s=2" in said or (fault == "kill" and "SIGKILL" in said)
         assert trainer.wait() == 1
         until(lambda: not far.pids())  # a node without a trainer ends
 

@@ -276,7 +276,8 @@ def test_ctrl_c() -> None:
 def test_a_program_that_forgets_to_shut_down() -> None:
     trainer, nodes = program("next(iter(collector))")
     said, errors = trainer.communicate(timeout=WAIT_S)
-    assert (said, errors, trainer.returncode) == ("", "", 0)
+    ours = [line for line in errors.splitlines() if "tensorpipe" not in line]  # torch tells of calls that it gave up
+    assert (said, ours, trainer.returncode) == ("", [], 0)
     until(lambda: all(is_gone(pid) for pid in nodes), 5)
 
 

@@ -1,6 +1,7 @@
 """Rollouts leave the threads of numpy and torch alone: on a busy machine, the smallest of work would wait for them."""
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ def test_a_rollout_stays_in_its_thread(lanes: int, hidden: int, kind: str) -> No
     large.mm(large).log_softmax(-1)
     of_others = ran_since(before) - {str(threading.get_native_id())}
     torch.set_num_threads(1)
-    assert not in_all & of_others
+    before = run_times()
+    time.sleep(0.5)
+    assert not in_all & of_others - ran_since(before)  # without those that run by themselves, as other libraries have
 
 
 @pytest.mark.parametrize("kind", ["f4", "f8"])
