@@ -159,9 +159,9 @@ class InnerCollector(MultiCollector):
         """Collect. An error ends the workers, too: nothing more is asked of this node, which may live on."""
         if not isinstance(order.work, Collect) or order.place is None:
             raise TypeError(f"A node with inner workers cannot do {order.work!r}.")
-        self._adopt()
         self._carrier.ticket = order.ticket
         try:
+            self._adopt()
             receipt = self._collect(self._link.memory(order.place), order.work.random)
             self._carrier.look()
         except BaseException as error:
