@@ -229,10 +229,12 @@ class RpcWire:
 
     def _watch(self) -> None:
         """Take what a process tells by itself, and notice its end."""
-        with suppress(OSError):
-            while True:
-                self.take(pickle.dumps(self._channel.receive()), None)
-        self.close()
+        try:
+            with suppress(OSError):
+                while True:
+                    self.take(pickle.dumps(self._channel.receive()), None)
+        finally:
+            self.close()
 
     def take(self, parcel: bytes, body: Tensor | None) -> None:
         """Keep what has come for whoever receives."""
