@@ -24,8 +24,10 @@ THIRD_PARTY = {
     "subprocess": "_args_from_interpreter_flags",
     "tensordict": "_generator _generator_key _kwargs _new_unsafe",
     "torch.distributed": "_Options _devices _timeout",
-    "torch.distributed.rpc": "_init _init_rpc_states _is_current_rpc_agent_set _reset_current_rpc_agent "
-    "_update_group_membership",
+    "torch.distributed.autograd": "_init",
+    "torch.distributed.rpc": (
+        "_init_rpc_states _is_current_rpc_agent_set _reset_current_rpc_agent _update_group_membership"
+    ),
     "torch.nn.Module": "_buffers _forward_hooks _forward_pre_hooks _orig_mod _parameters",
     "torch.nn.modules": "_NormBase _global_forward_hooks _global_forward_pre_hooks",
 }

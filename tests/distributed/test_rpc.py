@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed import rpc
 
 from swath.collectors.distributed import RPCCollector
-from swath.collectors.distributed.rpc_wire import RpcWire, deliver
+from swath.collectors.distributed.rpc_wire import RpcWire, deliver, enter, interface_of
 from swath.errors import ChannelClosedError, WorkerRestartedWarning
 from swath.keys import TRAJ_IDS
 from swath.runtime.channel import Channel
@@ -333,6 +333,17 @@ def test_parcels_and_bodies_come_in_order(wires: tuple[RpcWire, RpcWire]) -> Non
 
 def test_only_the_loopback_device_can_be_called(wires: tuple[RpcWire, RpcWire]) -> None:
     assert listening() == {"0100007F"}
+
+
+def test_all_wires_of_a_process_are_called_at_one_address(wires: tuple[RpcWire, RpcWire]) -> None:
+    with pytest.raises(RuntimeError, match=r"listens at 127\.0\.0\.1, not at 127\.0\.0\.2"):
+        enter("127.0.0.2", {})
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    with pytest.raises(ValueError, match="is not an IPv4 address of this machine"):
+        interface_of("192.0.2.254")
 
 
 def test_a_call_without_the_secret_brings_nothing(wires: tuple[RpcWire, RpcWire]) -> None:

@@ -97,10 +97,13 @@ class RPCCollector(RemoteCollector):
     """Nodes that are called, and call, through torch's RPC (TensorPipe).
 
     torch has one RPC agent per process, which all RPCCollectors of a process share: those that are open at the same
-    time must have the same `tensorpipe_options` and address, and `rpc.init_rpc` cannot be used beside them. A call is
-    unpickled before anybody can check it: whoever can connect to the agent's port can run code as its user. With
-    launcher "mp" it listens at 127.0.0.1, otherwise at `address` alone, which a firewall must close to all but the
-    nodes.
+    time must have the same `tensorpipe_options` and address, and `rpc.init_rpc` cannot be used beside them. Its address
+    is chosen once: a process that had nodes on this machine alone (launcher "mp") cannot have others later.
+
+    A call is unpickled before anybody can check it: whoever can connect to the agent's port can run code as its user.
+    With launcher "mp" it listens at 127.0.0.1, where all users of this machine can; otherwise at `address` alone, which
+    a firewall must close to all but the nodes, as those of the nodes to all but the trainer. Where others are not
+    trusted, use `DistributedCollector`.
 
     See `RPCConfig` for the arguments.
     """

@@ -8,8 +8,8 @@ Numbers are what others are called by here alone. They are not used again as lon
 broken connection to somebody who has died by the number.
 
 Torch unpickles a call before anybody can look at it: whoever can connect to an agent can run code as its user. So it
-listens at one address, which on one machine is that of the loopback device. What is ours to check is checked: a parcel
-stays bytes until its sender has shown the secret that the wire has told through the channel.
+listens at one address: on one machine at that of the loopback device, which other users of the machine reach. What is
+ours to check is checked: a parcel stays bytes until its sender has shown the secret that was told through the channel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -33,6 +33,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import autograd, rpc
+from torch.futures import Future
 
 from swath.collectors.distributed.wire import TRAINER
 from swath.errors import ChannelClosedError
@@ -92,8 +93,7 @@ class RpcAgent:
         self.address, self.options, self.users = address, options, 0
         self.name = f"swath_{secrets.token_hex(8)}"
         self._store, self._numbers, self._calling = dist.HashStore(), itertools.count(1), threading.Lock()
-        before = os.environ.get(INTERFACE)
-        os.environ[INTERFACE] = interface_of(address)
+        os.putenv(INTERFACE, interface_of(address))
         try:
             with suppress(RuntimeError):  # it has been done before
                 autograd._init(0)  # no call is made without it
@@ -102,9 +102,10 @@ class RpcAgent:
             rpc.api._init_rpc_states(self._agent)
             self._agent.join()  # from now on it does not complain when others leave
         finally:
-            del os.environ[INTERFACE]
-            if before is not None:
-                os.environ[INTERFACE] = before
+            if (before := os.environ.get(INTERFACE)) is None:
+                os.unsetenv(INTERFACE)
+            else:
+                os.putenv(INTERFACE, before)
         self.url = self._store.get(f"addrs/{self.name}").decode()
         if self.url.startswith("uv:") and not self.url.startswith(f"uv://{address}:"):
             self.shutdown()
@@ -121,22 +122,10 @@ class RpcAgent:
             self._agent._update_group_membership(other, [], {}, True)
         return other
 
-    def call(self, other: rpc.WorkerInfo, message: tuple[Any, ...], timeout_s: float, tell: Callable[..., Any]) -> None:
-        """Deliver a message, and `tell` whether it was taken, or what went wrong."""
-
-        def answered(future: Any) -> None:
-            try:
-                tell(future.value())
-            except Exception as error:
-                tell(error)
-
-        try:
-            with self._calling:
-                future = rpc.rpc_async(other, deliver, message, timeout=timeout_s)
-        except RuntimeError as error:  # it was shut down
-            tell(error)
-        else:
-            future.add_done_callback(answered)
+    def call(self, other: rpc.WorkerInfo, message: tuple[str, bytes, Tensor | None], timeout_s: float) -> Future[bool]:
+        """Deliver a message."""
+        with self._calling:
+            return rpc.rpc_async(other, deliver, message, timeout=timeout_s)  # type: ignore[no-any-return]
 
     def shutdown(self) -> None:
         """End, with all calls."""
@@ -157,9 +146,7 @@ def enter(address: str, options: Options) -> RpcAgent:
         check_rpc(options)
         _agent = _agent or RpcAgent(address, options)
         if _agent.address != address:
-            raise RuntimeError(
-                f"torch has one RPC agent per process, which listens at {_agent.address}, not {address}."
-            )
+            raise RuntimeError(f"The one RPC agent of this process listens at {_agent.address}, not at {address}.")
         _agent.users += 1
         return _agent
 
@@ -223,7 +210,7 @@ class RpcWire:
         self._timeout_s = 2 * timeout_s if rank == TRAINER else timeout_s
         self._turn, self._closing = threading.Lock(), threading.Lock()
         self._inbox: queue.SimpleQueue[tuple[bytes, Tensor | None] | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[bool | Exception] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Future[bool] | None] = queue.SimpleQueue()
         self._body: Tensor | None = None
         try:
             self._agent = enter(channel.address or LOOPBACK, options)
@@ -242,10 +229,12 @@ class RpcWire:
 
     def _watch(self) -> None:
         """Take what a process tells by itself, and notice its end."""
-        with suppress(OSError):
-            while True:
-                self.take(pickle.dumps(self._channel.receive()), None)
-        self.close()
+        try:
+            with suppress(OSError):
+                while True:
+                    self.take(pickle.dumps(self._channel.receive()), None)
+        finally:
+            self.close()
 
     def take(self, parcel: bytes, body: Tensor | None) -> None:
         """Keep what has come for whoever receives."""
@@ -255,11 +244,17 @@ class RpcWire:
         with self._turn:  # one call after the other: they come in order
             if self._secret not in _wires:
                 raise ChannelClosedError("This end of the wire is closed.")
-            self._agent.call(self._other, (self._shown, parcel, body), self._timeout_s, self._answers.put)
-            answer = self._answers.get()
-        if answer is not True:
-            self.close()
-            raise ChannelClosedError(f"The other end of the wire takes no calls: {answer or 'it is closed'}.")
+            try:
+                call = self._agent.call(self._other, (self._shown, parcel, body), self._timeout_s)
+                call.add_done_callback(self._answers.put)
+                answer = self._answers.get()
+                if answer is not None and answer.value():
+                    return
+                problem = "it is closed"
+            except Exception as error:  # of torch, here or there
+                problem = str(error)
+        self.close()
+        raise ChannelClosedError(f"The other end of the wire takes no calls: {problem}.")
 
     def receive(self) -> bytes:  # noqa: D102 - see `Wire`
         came = self._inbox.get()
@@ -278,6 +273,6 @@ class RpcWire:
         with self._closing:  # who comes second returns when it is done
             if _wires.pop(self._secret, None) is not None:
                 self._inbox.put(None)
-                self._answers.put(False)
+                self._answers.put(None)
                 self._channel.end()
                 leave()
