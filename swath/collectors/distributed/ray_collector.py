@@ -224,17 +224,24 @@ def imported_ray() -> Any:
 def connect(options: Mapping[str, Any]) -> None:
     """Be connected to the cluster that is asked for, or to a new one on this machine."""
     ray = imported_ray()
-    if ray.is_initialized():
-        return
+    if not ray.is_initialized():
+        _init(ray, options)
+    if ray.util.client.ray.is_connected():
+        raise ValueError(
+            "RayCollector cannot work through a Ray client (ray://...): run the program on a machine of the cluster, "
+            "as `ray job submit` does."
+        )
+
+
+def _init(ray: Any, options: Mapping[str, Any]) -> Any:
     given = {name: value for name, value in options.items() if value is not None}
     if given.get("address", os.environ.get("RAY_ADDRESS", "local")) != "local":
-        ray.init(**given)
-        return
+        return ray.init(**given)
     # Ray would listen on all devices of this machine, if it did not hold that it is none for clusters, as a Mac.
     constants: Any = importlib.import_module("ray._private.ray_constants")
     before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
     try:
-        ray.init(**{"include_dashboard": False, **given, "address": "local"})
+        return ray.init(**{"include_dashboard": False, **given, "address": "local"})
     finally:
         constants.ENABLE_RAY_CLUSTER = before
 
