@@ -110,7 +110,7 @@ class RayCollector(RemoteCollector):
         if not config.debug:
             connect(config.ray_init_config or {})
             atexit.register(_shut_down, weakref.ref(self))  # before Ray, which was imported before, shuts itself down
-        self._joined = 0
+        self._most = config.workers + self.room
         self._set_up(config)
 
     def make_launch(self, config: RayConfig) -> Launch:
@@ -128,7 +128,7 @@ class RayCollector(RemoteCollector):
     @property
     def remote_collectors(self) -> list[Any]:
         """Handles of the actors that there are."""
-        return [self._launch.nodes[index].actor for index in self._pool.indices]
+        return [] if self.config.debug else [self._launch.nodes[index].actor for index in self._pool.indices]
 
     def add_collectors(
         self,
@@ -156,24 +156,18 @@ class RayCollector(RemoteCollector):
             makers = [self.config.create_env_fn[0]] * create_env_fn
         else:
             makers = list(create_env_fn) if isinstance(create_env_fn, Sequence) else [create_env_fn]
-        before, steps = self.config, self._delivery.terms.steps
+        before, terms = self.config, self._delivery.terms
         config = before.with_more(makers, remote_configs=remote_configs, collector_kwargs=collector_kwargs)
-        self._joined += len(makers)
-        if self._joined > self.room:
-            raise ValueError(f"At most {self.room} nodes can join a collector, counting those that have left.")
+        if config.workers > self._most:
+            raise ValueError(f"A collector can have {self._most} nodes, counting those that have left.")
         new = range(before.workers, config.workers)
-        steps.update(dict.fromkeys(new, steps[0]))
+        terms.steps.update(dict.fromkeys(new, terms.steps[0]))
         self._use(config)
         try:
-            self._pool.add(len(new))
-            for index in new:
-                self._check_layout(index, self._delivery.terms.layout)
+            return self._pool.add(len(new), lambda index: self._check_layout(index, terms.layout))
         except BaseException:
-            for index in new:
-                self._pool.remove(index)
             self._use(before)
             raise
-        return list(new)
 
     def _use(self, config: RayConfig) -> None:
         self.config = self._roster.config = config
