@@ -166,10 +166,10 @@ class Pool(Generic[W]):
         while len(self.started) < len(self.carrier.workers):
             self.attend(LOOK_S)
 
-    def add(self, count: int) -> list[int]:
-        """Start more workers, and wait until each is ready; their indices.
+    def add(self, count: int, accept: Callable[[int], None] = lambda index: None) -> list[int]:
+        """Start more workers, wait until each is ready, and `accept` it; their indices.
 
-        If one cannot be started, none is added and the error is raised. Nobody else is concerned.
+        If one cannot be started, or is not accepted, none is added and the error is raised. Nobody else is concerned.
         """
         indices = list(range(self._size, self._size + count))
         self._size += count
@@ -185,6 +185,8 @@ class Pool(Generic[W]):
                     if error is not None:
                         raise error
                 self.attend(LOOK_S)
+            for index in indices:
+                accept(index)
         except BaseException:
             for index in indices:
                 self.remove(index)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from children import is_gone, until
@@ -97,8 +98,10 @@ class Constant(nn.Module):
 
 
 def test_weights_are_put_once_for_all_nodes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    put, puts = ray.put, []
-    monkeypatch.setattr(ray, "put", lambda value: puts.append(value.nbytes) or put(value))
+    from swath.collectors.distributed import ray_wire
+
+    put, puts = ray_wire.put, []
+    monkeypatch.setattr(ray_wire, "put", lambda value: puts.append(value.nbytes) or put(value))
     policy = Constant()
     collector = make(2, policy=TensorDictModule(policy, ["observation"], ["action"]), sync=True)  # endless
     batches = iter(collector)
@@ -158,6 +161,15 @@ def test_a_killed_actor_is_dropped_and_the_last_is_told_of(make: Make) -> None:
     where = r"127\.0\.0\.\d+, as the Ray actor \w+\. Ray says: its worker process has died"
     with pytest.raises(WorkerDiedError, match=rf"Worker 0 \(pid {first}\).* {where}"):
         list(collector)
+
+
+def test_processes_of_a_node_end_with_its_actor(make: Make) -> None:
+    collector = make(1, collector_class="async", num_workers_per_collector=2)
+    assert collector.next().shape == (20,)
+    processes = [one.pid for one in psutil.Process(collector.worker_pids[0]).children(recursive=True)]
+    assert len(processes) >= 2
+    os.kill(collector.worker_pids[0], signal.SIGKILL)
+    until(lambda: all(map(is_gone, processes)), 10)
 
 
 def test_a_cluster_without_room(driver: RayCluster) -> None:
@@ -233,6 +245,12 @@ def test_what_cannot_be_is_refused_before_anything_starts(options: dict[str, Any
         RayCollector(CountingEnv, frames_per_batch=10, **options)
 
 
+def test_a_ray_client_is_refused(driver: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
+    with pytest.raises(ValueError, match="on a machine of the cluster"):
+        RayCollector(CountingEnv, frames_per_batch=10)
+
+
 def test_without_ray_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r'pip install "swath\[ray\]"'):
@@ -241,3 +259,14 @@ def test_without_ray_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
         warnings.simplefilter("error")
         collector = RayCollector(CountingEnv, frames_per_batch=10, total_frames=10, debug=True, use_env_creator=True)
         assert len(list(collector)) == 1
+
+
+def test_ray_is_shut_down_before_the_collector(make: Make) -> None:
+    """The last test: others need Ray."""
+    collector = make(1)
+    collector.next()
+    ray.shutdown()
+    with pytest.raises(WorkerDiedError):
+        list(collector)
+    collector.shutdown()
+    assert not ray.is_initialized()

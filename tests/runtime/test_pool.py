@@ -355,7 +355,7 @@ def test_a_worker_is_dropped_and_the_others_go_on(start_workers: Start) -> None:
     assert getattr(caught.value, "__notes__", ["No worker is left."]) == ["No worker is left."]
 
 
-def test_workers_are_added_and_one_that_cannot_start_concerns_nobody(start_workers: Start) -> None:
+def test_workers_are_added_and_those_that_cannot_be_concern_nobody(start_workers: Start) -> None:
     fails = [True]
     tasks = Tasks(lambda index, replaces: Doing(begin=lambda link, bad=index == 3 and fails[0]: 1 / (not bad)))
     pool = pool_of(start_workers(workers=4), 2, tasks)
@@ -365,6 +365,9 @@ def test_workers_are_added_and_one_that_cannot_start_concerns_nobody(start_worke
     assert pool.indices == [0, 1]
     wait_for(pool, work)
     fails[0] = False
+    with pytest.raises(KeyError):
+        pool.add(1, {}.__getitem__)
+    assert pool.indices == [0, 1]
     assert pool.add(2) == pool.indices[2:] == [2, 3]
     assert tasks.heard[-4:] == [("task", 2, False), ("restarted", 2), ("task", 3, False), ("restarted", 3)]
     assert [do(pool, index)[1] for index in range(4)] == ["x"] * 4

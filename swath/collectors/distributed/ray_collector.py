@@ -110,7 +110,7 @@ class RayCollector(RemoteCollector):
         if not config.debug:
             connect(config.ray_init_config or {})
             atexit.register(_shut_down, weakref.ref(self))  # before Ray, which was imported before, shuts itself down
-        self._joined = 0
+        self._most = config.workers + self.room
         self._set_up(config)
 
     def make_launch(self, config: RayConfig) -> Launch:
@@ -128,7 +128,7 @@ class RayCollector(RemoteCollector):
     @property
     def remote_collectors(self) -> list[Any]:
         """Handles of the actors that there are."""
-        return [self._launch.nodes[index].actor for index in self._pool.indices]
+        return [] if self.config.debug else [self._launch.nodes[index].actor for index in self._pool.indices]
 
     def add_collectors(
         self,
@@ -156,24 +156,18 @@ class RayCollector(RemoteCollector):
             makers = [self.config.create_env_fn[0]] * create_env_fn
         else:
             makers = list(create_env_fn) if isinstance(create_env_fn, Sequence) else [create_env_fn]
-        before, steps = self.config, self._delivery.terms.steps
+        before, terms = self.config, self._delivery.terms
         config = before.with_more(makers, remote_configs=remote_configs, collector_kwargs=collector_kwargs)
-        self._joined += len(makers)
-        if self._joined > self.room:
-            raise ValueError(f"At most {self.room} nodes can join a collector, counting those that have left.")
+        if config.workers > self._most:
+            raise ValueError(f"A collector can have {self._most} nodes, counting those that have left.")
         new = range(before.workers, config.workers)
-        steps.update(dict.fromkeys(new, steps[0]))
+        terms.steps.update(dict.fromkeys(new, terms.steps[0]))
         self._use(config)
         try:
-            self._pool.add(len(new))
-            for index in new:
-                self._check_layout(index, self._delivery.terms.layout)
+            return self._pool.add(len(new), lambda index: self._check_layout(index, terms.layout))
         except BaseException:
-            for index in new:
-                self._pool.remove(index)
             self._use(before)
             raise
-        return list(new)
 
     def _use(self, config: RayConfig) -> None:
         self.config = self._roster.config = config
@@ -224,17 +218,24 @@ def imported_ray() -> Any:
 def connect(options: Mapping[str, Any]) -> None:
     """Be connected to the cluster that is asked for, or to a new one on this machine."""
     ray = imported_ray()
-    if ray.is_initialized():
-        return
+    if not ray.is_initialized():
+        _init(ray, options)
+    if ray.util.client.ray.is_connected():
+        raise ValueError(
+            "RayCollector cannot work through a Ray client (ray://...): run the program on a machine of the cluster, "
+            "as `ray job submit` does."
+        )
+
+
+def _init(ray: Any, options: Mapping[str, Any]) -> Any:
     given = {name: value for name, value in options.items() if value is not None}
     if given.get("address", os.environ.get("RAY_ADDRESS", "local")) != "local":
-        ray.init(**given)
-        return
+        return ray.init(**given)
     # Ray would listen on all devices of this machine, if it did not hold that it is none for clusters, as a Mac.
     constants: Any = importlib.import_module("ray._private.ray_constants")
     before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
     try:
-        ray.init(**{"include_dashboard": False, **given, "address": "local"})
+        return ray.init(**{"include_dashboard": False, **given, "address": "local"})
     finally:
         constants.ENABLE_RAY_CLUSTER = before
 

@@ -7,7 +7,7 @@ NOTE [Ray]: three methods of an actor run in threads of their own:
 - `stream` takes parcels away: a generator, each of whose elements Ray sends to the driver as soon as it is made, so
   that nobody polls. A batch is written to the object store from where it was collected, and copied by the driver from
   there to its slot. When the generator is resumed, it has been written.
-- `run` is the node itself. It never returns: its result is what Ray knows of the actor's end.
+- `run` is the node itself: its result is what Ray knows of its end.
 
 Ray restarts no actor by itself, as the pool does that: a new actor is placed on any machine that has room.
 """
@@ -16,6 +16,7 @@ Ray restarts no actor by itself, as the pool does that: a new actor is placed on
 
 from __future__ import annotations
 
+import inspect
 import os
 import queue
 import signal
@@ -37,6 +38,10 @@ from swath.errors import ChannelClosedError, StallWarning
 from swath.runtime.child import settle
 from swath.runtime.liveness import state_of
 
+# Without what starts Ray where it is not initialized: once it was shut down, that is an error.
+get, kill, put, wait = map(inspect.unwrap, (ray.get, ray.kill, ray.put, ray.wait))
+FAILURES = (Exception, SystemExit)
+"""What calls of Ray raise: in a thread that waits, SystemExit when Ray is shut down."""
 GROUPS = {"in": 1, "out": 1}
 """The threads of an actor beside that of its node."""
 INTO, OUT = {"concurrency_group": "in"}, {"concurrency_group": "out", "num_returns": "streaming"}
@@ -57,6 +62,12 @@ class BodyWire:
         assert self._body is not None
         np.copyto(space.numpy(), self._body)
         self._body = None  # its memory in the object store is free again
+
+
+def check_ray() -> None:
+    """Raise if Ray was shut down: otherwise a call would start another one."""
+    if not ray.is_initialized():
+        raise ChannelClosedError("Ray was shut down.")
 
 
 # -- in the actor ----------------------------------------------------------------------------------------------------
@@ -136,7 +147,6 @@ class ActorNode:
         sys.path.extend(path for path in paths if path not in sys.path)
         settle(lambda warned: self._wire.send(pack_parcel(warned)), threads, warns_itself)
         serve(self._wire)
-        threading.Event().wait()  # the trainer, who sees that the stream has ended, ends the actor
 
 
 # -- in the driver ---------------------------------------------------------------------------------------------------
@@ -155,7 +165,7 @@ class StoredBodies:
             return None if body is None else body.numpy()
         with self._turn:
             if body not in self._references:
-                self._references[body] = ray.put(body.numpy())
+                self._references[body] = put(body.numpy())
             return self._references[body]
 
 
@@ -164,32 +174,31 @@ class RayWire(BodyWire):
 
     def __init__(self, node: RayNode, bodies: StoredBodies) -> None:
         self._node, self._bodies = node, bodies
+        self._has_ended = False
         self._push = node.actor.push.options(**INTO, num_returns=0)
         self._stream = node.actor.stream.options(**OUT).remote()
 
     def send(self, parcel: bytes, body: Tensor | None = None) -> None:
-        self._check()
+        check_ray()
         try:
             self._push.remote(parcel, self._bodies.argument(body))
-        except Exception as error:
+        except FAILURES as error:
             raise ChannelClosedError(f"Ray could not send to an actor: {error}") from error
 
     def receive(self) -> bytes:
-        self._check()
         try:
-            parcel, self._body = ray.get(next(self._stream))
-        except Exception as error:  # the stream has ended, or the actor, or Ray
+            wait([self._stream], fetch_local=False)
+            check_ray()
+            parcel, self._body = get(next(self._stream))
+        except FAILURES as error:  # the stream has ended, or the actor, or Ray
+            self._has_ended = True
             raise ChannelClosedError(f"Ray could not receive from an actor: {error}") from error
         assert isinstance(parcel, bytes)
         return parcel
 
-    @staticmethod
-    def _check() -> None:
-        if not ray.is_initialized():  # any call would start another one
-            raise ChannelClosedError("Ray was shut down.")
-
     def close(self) -> None:
-        self._node.kill()
+        if not self._has_ended:
+            self._node.kill()
 
 
 class RayNode:
@@ -203,6 +212,7 @@ class RayNode:
         self.actor = actor
         self._life, self._bodies, self._wants, self._limit_s = life, bodies, wants, COME * start_s
         self._spot: Spot | None = None
+        self._is_here = False
         self._last_words = ""
 
     @property
@@ -215,50 +225,48 @@ class RayNode:
         first_s = min(ROOM_S, self._limit_s / 2)
         try:
             arrival = self.actor.arrive.options(**INTO).remote()
-            if not ray.wait([arrival], timeout=first_s)[0]:
+            if not wait([arrival], timeout=first_s)[0]:
                 if missing := missing_room(self._wants):
                     warnings.warn(f"A node waits until Ray has room for it: {missing}.", StallWarning, stacklevel=2)
-                if not ray.wait([arrival], timeout=self._limit_s - first_s)[0]:
+                if not wait([arrival], timeout=self._limit_s - first_s)[0]:
                     missing = missing_room(self._wants) or "no machine that has room, or its process takes long"
                     raise TimeoutError(
                         f"Ray has not started an actor within {self._limit_s:.0f} s: {missing}. Add machines to the "
                         "cluster, ask for less by remote_configs=, or wait longer by start_timeout_s=."
                     )
-            self._spot = ray.get(arrival)
+            self._spot = get(arrival)
+            self._is_here = self._spot.node == ray.get_runtime_context().get_node_id()
             return RayWire(self, self._bodies)
         except TimeoutError:
             raise
-        except Exception as error:
+        except FAILURES as error:
             raise ChannelClosedError(f"The actor was never there: {said_of(error)}.") from error
 
     def pid(self) -> int:
         return 0 if self._spot is None else self._spot.pid
 
     def exitcode(self, timeout_s: float) -> int | None:
-        if ray.is_initialized() and ray.wait([self._life], timeout=timeout_s)[0]:
-            try:
-                ray.get(self._life)
-            except Exception as error:
-                self._last_words = said_of(error)
+        try:
+            get(self._life, timeout=timeout_s)
+        except TimeoutError:
+            pass
+        except FAILURES as error:
+            self._last_words = said_of(error)
         return None  # Ray does not tell
 
     def is_stopped(self) -> bool:
-        if self._spot is None or not ray.is_initialized():
-            return False
-        try:
-            is_here = self._spot.node == ray.get_runtime_context().get_node_id()
-            return is_here and state_of(self._spot.pid)[0] in "tT"
-        except (OSError, IndexError):
-            return False
+        with suppress(OSError, IndexError):  # it has ended
+            return self._is_here and state_of(self.pid())[0] in "tT"
+        return False
 
     def kill(self) -> None:
-        with suppress(Exception):  # Ray is another one by now
-            if ray.is_initialized():
-                ray.kill(self.actor)
+        with suppress(*FAILURES):  # Ray was shut down
+            kill(self.actor)
+            if self.is_stopped():  # Ray would ask it first, and wait
+                os.kill(self.pid(), signal.SIGKILL)
 
     def end(self, timeout_s: float) -> None:
-        self.kill()
-        self.exitcode(timeout_s)
+        self.kill()  # whether it has ended was waited for already
 
 
 class RayLaunch:
@@ -275,6 +283,7 @@ class RayLaunch:
         self._actors = ray.remote(concurrency_groups=GROUPS, max_restarts=0, max_task_retries=0)(ActorNode)
 
     def __call__(self, index: int) -> RayNode:
+        check_ray()
         wants = self.wants[index]
         actor = self._actors.options(**wants).remote()
         self.nodes[index] = RayNode(actor, actor.run.remote(*self._run), self._bodies, wants, self._start_s)
@@ -296,7 +305,7 @@ def missing_room(wants: Mapping[str, Any]) -> str:
     return " and ".join(missing)
 
 
-def said_of(error: Exception) -> str:
+def said_of(error: BaseException) -> str:
     """What Ray says of an actor's end, without what is known anyway."""
     text = str(error).strip()
     _, is_known, reason = text.partition("The actor is dead because ")
