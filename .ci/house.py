@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LONGEST = 450
-SIZES = {"swath": 24_400, "tests": 32_250}
+SIZES = {"swath": 27_900, "tests": 34_900}
 """Lines in all: what there is now. They go up only with something new for users, and by no more than that takes."""
 SAME_NAMES = {
     "__init__.py": "packages",
@@ -23,6 +23,7 @@ THIRD_PARTY = {
     "os": "_exit",
     "subprocess": "_args_from_interpreter_flags",
     "tensordict": "_generator _generator_key _kwargs _new_unsafe",
+    "torch.distributed": "_Options _devices _timeout",
     "torch.nn.Module": "_buffers _forward_hooks _forward_pre_hooks _orig_mod",
     "torch.nn.modules": "_NormBase _global_forward_hooks _global_forward_pre_hooks",
 }

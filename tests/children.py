@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +29,11 @@ def child(target: Callable[..., None], *args: Any, context: Any = FORK) -> Itera
         process.kill()
         process.join(ANSWER_S)
         ours.close()
+
+
+def importing_env(**more: str) -> dict[str, str]:
+    """An environment for programs that shall be able to import what this process can."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
 
 
 def hear(pipe: Any) -> Any:

@@ -11,12 +11,14 @@ import torch
 from tensordict import TensorDictBase
 
 from swath.collectors.kinds import check_kind, check_least, check_one_of
+from swath.collectors.worker import EngineTask
 from swath.keys import WORKER_BITS
 from swath.modules.exploration import ExplorationType
 from swath.rollout.devices import Devices, as_device
 from swath.rollout.engine import EngineSettings, Hook
 from swath.rollout.loop import Interruptor
 from swath.rollout.split import split_trajectories
+from swath.runtime.carrier import Task
 
 Buffer: TypeAlias = Any
 """A `ReplayBuffer`, or what works like one: it has `extend` and `sample`."""
@@ -242,6 +244,10 @@ class CommonConfig:
     def devices_of(self, worker: int) -> Devices:
         """Where env, policy and storage of a worker are."""
         return Devices.resolve(*(self.of(name, worker) for name in DEVICES))
+
+    def task_of(self, task: EngineTask) -> Task:
+        """What a worker is started for: one engine, if a subclass has nothing else in mind."""
+        return task
 
     @property
     def tracks_version(self) -> bool:

@@ -255,11 +255,11 @@ class Control(ABC):
             "policy_version": self.policy_version,
             "pending_frames": sums["pending_frames"] + self._episodes.pending_frames,
             "dropped_frames": sums["dropped_frames"] + self._episodes.dropped + delivery.discarded_frames,
-            "lost_frames": roster.lost_frames,
+            "lost_frames": sums["lost_frames"] + roster.lost_frames,
             "slots_allocated": delivery.slots_allocated,
             "workers": self.num_workers,
             "workers_alive": 0 if self.closed else len(self._pool.carrier.alive()),
-            "worker_restarts": self._pool.restarts,
+            "worker_restarts": sums["worker_restarts"] + self._pool.restarts,
         }
         if not found["idle_frames"]:
             del found["idle_frames"]

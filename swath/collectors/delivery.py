@@ -288,7 +288,7 @@ class FirstCome(Delivery):
         With `max_staleness` workers wait so that no batch becomes older than so many versions.
         """
         super().__init__(pool, terms, budget)
-        self._slots, self._staleness = slots_per_worker, max_staleness
+        self._slots, self.max_staleness = slots_per_worker, max_staleness
         self._least = 0
         """How many steps are ordered at least."""
         self.lag = self.worst_lag = 0
@@ -340,7 +340,7 @@ class FirstCome(Delivery):
         Each delivery may bring a new version. What remains must be deliverable, the oldest first, within
         `max_staleness` versions of its own: otherwise the oldest is waited for.
         """
-        finished, staleness = list(self.pool.finished), self._staleness
+        finished, staleness = list(self.pool.finished), self.max_staleness
         if staleness is None:
             return finished[0] if finished else None
         under_way = sorted([*finished, *self.pool.under_way], key=lambda part: part.version)
@@ -363,7 +363,7 @@ class FirstCome(Delivery):
             for index in sorted(pool.indices, key=pool.last_ticket.__getitem__):  # which has waited longest first
                 if pool.outstanding(index) + waiting.count(index) >= self._slots:
                     continue
-                if self._staleness is not None and len(pool.under_way) + len(waiting) >= self._staleness + ahead:
+                if self.max_staleness is not None and len(pool.under_way) + len(waiting) >= self.max_staleness + ahead:
                     return
                 begun = self.undelivered_frames + sum(part.steps for part in pool.under_way) * self.terms.lanes
                 steps = self.terms.steps[index]

@@ -6,7 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -45,6 +45,7 @@ class MultiCollector(BaseCollector):
 
     config_class = MultiConfig
     config: MultiConfig
+    process_carrier: ClassVar[type[ProcessCarrier]] = ProcessCarrier
 
     def __new__(cls: type[Kind], *args: Any, sync: bool | None = None, **options: Any) -> Kind:
         """The kind of collector that `sync` asks for."""
@@ -99,7 +100,7 @@ class MultiCollector(BaseCollector):
             return LocalCarrier(config.workers, FIELDS)
         import swath
 
-        return ProcessCarrier(
+        return self.process_carrier(
             config.workers,
             FIELDS,
             method=config.mp_start_method or "forkserver",

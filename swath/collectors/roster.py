@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,11 +14,21 @@ from swath.collectors.worker import EngineTask, LocalTask
 from swath.data import ReplayBuffer
 from swath.envs.registry import Registered
 from swath.rollout.engine import Engine
+from swath.runtime.carrier import Task
 from swath.runtime.pool import Pool
 from swath.seeding import lane_seed
 from swath.weights import Publisher
 
-LASTING = ("episodes", "idle_frames", "dropped_frames", "time/env", "time/policy", "time/bookkeeping")
+LASTING = (
+    "episodes",
+    "idle_frames",
+    "dropped_frames",
+    "lost_frames",
+    "worker_restarts",
+    "time/env",
+    "time/policy",
+    "time/bookkeeping",
+)
 """Numbers of a worker that count on when another takes its place."""
 
 
@@ -54,12 +65,12 @@ class Roster:
         pool, delivery = (ref() for ref in self._watched)
         return None if pool is None or delivery is None else (pool, delivery)  # type: ignore[return-value]
 
-    def task(self, index: int, replaces: bool) -> EngineTask | LocalTask:
+    def task(self, index: int, replaces: bool) -> Task:
         """What to start a worker for."""
         config = self.config
         if self._engine is not None:
             return LocalTask(self._engine, config.worker_idx or 0)
-        return EngineTask(
+        task = EngineTask(
             index=index,
             number=self._new_number(),
             settings=replace(config.engine_settings(index), **self.hooks),
@@ -71,6 +82,7 @@ class Roster:
             registered=self._registered,
             seed=self._seed_of_replacement() if replaces else self.seed,
         )
+        return config.task_of(task)
 
     def _new_number(self) -> int:
         """What tells a worker's trajectories from those of others: no other worker has or had it."""
@@ -93,7 +105,8 @@ class Roster:
         if self.seed is None or self.seed[1] or now is None:
             return self.seed
         pool, delivery = now
-        return lane_seed(self.seed[0], delivery.terms.lanes * len(pool.indices) + 1 + pool.restarts), False
+        lanes = math.prod(delivery.terms.layout.env_size) * len(pool.indices)
+        return lane_seed(self.seed[0], lanes + 1 + pool.restarts), False
 
     def lost(self, index: int) -> None:
         """Count what a worker that has failed leaves behind."""

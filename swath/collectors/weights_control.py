@@ -118,8 +118,8 @@ class WeightsControl:
         elif may_differ:
             return
         else:
-            state_dict = Call(EngineJob.cascade_execute, ("policy.state_dict",))
-            weights = self._pool.ask({0: state_dict}, "policy")[0]  # type: ignore[assignment]
+            state: Any = self._pool.ask({0: Call(EngineJob.state_dict)}, "policy")[0]
+            weights = state["policy_state_dict"]
             if isinstance(given, nn.Module):  # it was lazy until a worker has called it
                 layer, prefix = list(layers_of(given))[-1], layout.prefixes[-1]
                 layer.load_state_dict({name.removeprefix(prefix): w for name, w in weights.items()})

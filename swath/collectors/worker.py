@@ -31,6 +31,8 @@ FIELDS = (
     "idle_frames",
     "pending_frames",
     "dropped_frames",
+    "lost_frames",
+    "worker_restarts",
     "policy_version",
     "mean_return",
     "mean_length",
@@ -66,6 +68,10 @@ class Call:
     method: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, job: object) -> object:
+        """What the method of that name of `job` returns, which need not be an `EngineJob`."""
+        return getattr(job, self.method.__name__)(*self.args, **self.kwargs)
 
 
 # -- the worker ----------------------------------------------------------------------------------------------------
@@ -286,7 +292,7 @@ class EngineJob(Reflection):
         """Call the method that is asked for."""
         assert isinstance(request, Call)
         self.adopt()
-        return request.method(self, *request.args, **request.kwargs)
+        return request.of(self)
 
     def _report(self) -> None:
         if isinstance(self._link, LocalLink):

@@ -30,7 +30,7 @@ SEND_S = 30.0
 
 
 class Channel:
-    """One end of a connection over a socket that has no name.
+    """One end of a connection: over a socket that has no name, or one to another machine.
 
     Sending waits only while the other side's end is full, and not for ever. Receiving never waits in the middle of a
     message: what has come is kept until the rest is there, so that a process that is killed or stopped while it sends
@@ -58,6 +58,12 @@ class Channel:
     def fileno(self) -> int:
         """For `select` and `poll`; -1 once this end is closed."""
         return self._socket.fileno()
+
+    @property
+    def address(self) -> str:
+        """Our own, by which we are connected to another machine; nothing on one machine."""
+        name = self._socket.getsockname()
+        return str(name[0]) if isinstance(name, tuple) else ""
 
     def send(self, message: Any, *, by_value: bool = False, timeout_s: float = SEND_S) -> None:
         """Send `message`; `by_value` if it may hold what the other side cannot import, such as lambdas."""

@@ -41,6 +41,8 @@ class Surroundings:
     """For torch."""
     warns_itself: bool = False
     """Whether it may show warnings; otherwise only what `Warned` brings to the parent is shown."""
+    is_elsewhere: bool = False
+    """Whether it is on another machine: then its environment stays as it is, and it finds more modules."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -87,13 +89,16 @@ def _run(channel: Channel) -> int:
 
 
 def _enter(surroundings: Surroundings, channel: Channel) -> None:
-    os.environ.clear()
-    os.environ.update(surroundings.environ)
-    sys.path[:] = surroundings.path
+    if surroundings.is_elsewhere:
+        sys.path.extend(place for place in surroundings.path if place not in sys.path)
+    else:
+        os.environ.clear()
+        os.environ.update(surroundings.environ)
+        sys.path[:] = surroundings.path
+        multiprocessing.current_process().authkey = surroundings.authkey
+        if os.path.isdir(surroundings.directory):
+            os.chdir(surroundings.directory)
     sys.argv[:] = surroundings.argv
-    multiprocessing.current_process().authkey = surroundings.authkey
-    if os.path.isdir(surroundings.directory):
-        os.chdir(surroundings.directory)
     settle(lambda warned: channel.send(warned, timeout_s=0.0), surroundings.threads, surroundings.warns_itself)
 
 

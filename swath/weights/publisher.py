@@ -11,7 +11,7 @@ from torch import nn
 
 from swath.errors import DoesNotFitError
 from swath.runtime.carrier import Carrier, Topic
-from swath.runtime.snapshots import Snapshots, SnapshotStore
+from swath.runtime.snapshots import Snapshots, SnapshotStore, Values
 from swath.weights.sources import WeightLayout, load_weights
 
 
@@ -107,11 +107,15 @@ class Subscriber:
 
     def adopt(self, find: Callable[[str], nn.Module]) -> bool:
         """Load what is newer than what the models hold; whether there was anything."""
+        return self.take(lambda model_id, weights: load_weights(find(model_id), weights))
+
+    def take(self, load: Callable[[str, Values], object]) -> bool:
+        """Let `load` copy what is newer than what it has got, again if it changes meanwhile; whether anything was."""
         changed = False
         for model_id in dict.fromkeys(name for name, _ in self._stores):
             stores = [(worker is not None, store) for (name, worker), store in self._stores.items() if name == model_id]
             _, newest = max(stores, key=lambda pair: (pair[1].version, pair[0]))
             if newest.version > self._held.get(model_id, -1):
-                self._held[model_id] = newest.adopt(partial(load_weights, find(model_id)))
+                self._held[model_id] = newest.adopt(partial(load, model_id))
                 self.version, changed = max(self._held.values()), True
         return changed

@@ -57,6 +57,11 @@ def take_in_news(collector: Any) -> None:
     collector._pool.attend(0.01)
 
 
+def cut_off(collector: Any, worker: int) -> None:
+    """End a worker at once, without a word to it."""
+    collector._pool.carrier.kill(worker)
+
+
 def has_named_a_stall(collector: Any) -> bool:
     return bool(collector._pool._stalled)
 

@@ -1,10 +1,10 @@
-"""Collectors over sockets: the same classes with another carrier, and the tests of processes that they join."""
+"""Collectors over sockets: the same classes with another carrier."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from kinds import ASYNC, STARTED, SYNC
+from kinds import ASYNC, SYNC
 from socket_carrier import SocketCarrier
 
 from swath.collectors import MultiAsyncCollector, MultiSyncCollector
@@ -25,6 +25,3 @@ class SocketAsync(MultiAsyncCollector):
 
 SOCKET_SYNC = replace(SYNC, name="sync, sockets", of=SocketSync)
 SOCKET_ASYNC = replace(ASYNC, name="async, sockets", of=SocketAsync)
-SOCKET_STARTED = replace(STARTED, name="start, sockets", of=SocketAsync)
-TWINS = {SYNC.name: SOCKET_SYNC, ASYNC.name: SOCKET_ASYNC, STARTED.name: SOCKET_STARTED}
-"""By the name of the kind whose tests it joins."""

@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Iterator
 
 import pytest
+from children import importing_env
 from ray_cluster import RayCluster, running_ray
 from slurm import Slurm, running_slurm
 
@@ -21,8 +22,9 @@ def slurm_of_session() -> Iterator[Slurm]:
 
 @pytest.fixture
 def slurm(slurm_of_session: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
-    """A Slurm without jobs, which commands and submitit find by themselves."""
+    """A Slurm without jobs, which commands and submitit find by themselves; its jobs import what the test can."""
     monkeypatch.setenv("SLURM_CONF", str(slurm_of_session.conf))
+    monkeypatch.setenv("PYTHONPATH", importing_env()["PYTHONPATH"])
     yield slurm_of_session
     slurm_of_session.cancel_all()
 

@@ -15,13 +15,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
-from children import ANSWER_S, until
+from children import ANSWER_S, importing_env, until
 from warden import Warden
 
 SUBNET = "10.77.0"
@@ -84,24 +83,23 @@ class Host:
         self._folder = folder
         self._programs: list[Program] = []
 
+    def command(self, *command: str | Path) -> list[str]:
+        """What runs a command here, whoever calls it."""
+        # A host has files of its own already, by way of `ip netns exec`, so that only its programs see what is mounted.
+        named = ("unshare", "--uts", "sh", "-c", NAMED, self.name, self._folder / "hosts")
+        return [*map(str, (IP, "netns", "exec", self.namespace, *named, *command))]
+
     def start(self, *command: str | Path, env: Mapping[str, str] | None = None) -> Program:
         """Start a command here; it imports what the test can import. `env` adds to its environment."""
         log = self._folder / f"{self.name}-{len(self._programs)}.log"
-        # A host has files of its own already, by way of `ip netns exec`, so that only its programs see what is mounted.
-        named = ("unshare", "--uts", "sh", "-c", NAMED, self.name, self._folder / "hosts")
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [*map(str, (IP, "netns", "exec", self.namespace, *named, *command))],
+                self.command(*command),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                    "PYTHONUNBUFFERED": "1",
-                    **(env or {}),
-                },
+                env=importing_env(PYTHONUNBUFFERED="1", **(env or {})),
             )
         self._programs.append(Program(process, log))
         return self._programs[-1]
@@ -114,10 +112,7 @@ class Host:
 
     def pids(self) -> set[int]:
         """All processes of this host, whoever started them."""
-        listed = subprocess.run(
-            [IP, "netns", "pids", self.namespace], check=True, capture_output=True, text=True
-        ).stdout
-        return {int(pid) for pid in listed.split()}
+        return {int(pid) for pid in subprocess.check_output([str(IP), "netns", "pids", self.namespace]).split()}
 
     def cut(self) -> None:
         """Pull its cable: what is sent is lost, and nobody is told."""
@@ -156,9 +151,8 @@ def hosts(count: int) -> Iterator[tuple[Host, ...]]:
     group = f"swath-{os.getpid()}-{next(_numbers)}"
     folder = Path(tempfile.mkdtemp(prefix=f"{group}-"))
     made = tuple(Host(index, group, folder) for index in range(count))
-    (folder / "hosts").write_text(
-        "\n".join(["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in made), ""])
-    )
+    names = [("127.0.0.1", "localhost"), *((host.address, host.name) for host in made)]
+    (folder / "hosts").write_text("".join(f"{address} {name}\n" for address, name in names))
     build = [f"{IP} netns add {group}", f"{IP} -n {group} link add bridge up type bridge"]
     raze = []
     for host in made:
@@ -176,7 +170,8 @@ def hosts(count: int) -> Iterator[tuple[Host, ...]]:
             f"{IP} netns del {host.namespace}",
         ]
     raze += [f"{IP} netns del {group}", f"rm -r {folder}"]
-    with closing(Warden(["sh", "-c", " && ".join(build)], folder / "build.log", tidy="\n".join(raze))) as warden:
+    warden = Warden(["sh", "-c", " && ".join(build)], folder / "build.log", tidy="\n".join(raze))
+    with contextlib.closing(warden):
         warden.ready()
         try:
             yield made

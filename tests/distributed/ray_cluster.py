@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import socket
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import until
+from children import importing_env, until
 from slurm import free_ports
 from warden import START_S, Warden
 
@@ -77,9 +76,9 @@ class RayCluster:
         options = (f"--port={self.port}", "--include-dashboard=false", "--no-monitor", f"--temp-dir={self.folder}")
         head = self._start("--head", *options, tidy=f"rm -r {self.folder}")
         until(lambda: self._is_reachable() or head.warden.has_ended(), START_S)
-        if not head.warden.has_ended():
+        if self._is_reachable():
             self.add_node()
-        head.warden.ready()
+        head.warden.ready()  # or says why it could not start
 
     def add_node(self) -> RayNode:
         """Start another node, and wait until it belongs to the cluster."""
@@ -126,7 +125,7 @@ class RayCluster:
         address = f"127.0.0.{self._started + 1}"  # Ray takes 127.0.0.1 for the address of another device
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={address}"]
         log = self.folder / f"start-{address}.log"
-        warden = Warden([*command, *options, *OPTIONS], log, tidy, {**os.environ, **SETTINGS})
+        warden = Warden([*command, *options, *OPTIONS], log, tidy, importing_env(**SETTINGS))
         self.nodes.append(RayNode(address, warden))
         return self.nodes[-1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 import os
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from children import is_gone, until
+from children import ANSWER_S, importing_env, is_gone, until
 from hosts import hosts, why_no_hosts
 from ray_cluster import RayCluster, running_ray, why_no_ray
 from slurm import Slurm, running_slurm, why_no_slurm
@@ -54,6 +55,23 @@ def sleeper() -> None:
     print("left", child.pid)
 
 
+def number_of_job() -> str:
+    return os.environ["SLURM_JOB_ID"]
+
+
+def add_up(rank: int, address: str, seconds: float) -> None:
+    """Be one of two members of a process group."""
+    import torch.distributed  # here, since no other program of this file needs it, and each would wait for it
+
+    limit = datetime.timedelta(seconds=seconds)
+    group = f"tcp://{address}:{PORT}"
+    torch.distributed.init_process_group("gloo", init_method=group, rank=rank, world_size=2, timeout=limit)
+    total = torch.tensor([float(rank + 1)])
+    torch.distributed.all_reduce(total)
+    print("total", total.item())
+    torch.distributed.destroy_process_group()
+
+
 def last_number(output: str) -> int:
     return int(output.rpartition("<")[2].partition(">")[0])
 
@@ -85,9 +103,16 @@ def test_a_killed_host_tells_nobody_and_can_come_back() -> None:
         node.kill()
         assert client.wait() == -signal.SIGKILL
         assert is_gone(left)
+        assert trainer.call(knock, node.address).succeed() != "ConnectionRefusedError\n"
         assert trainer.pids() == {server.pid}  # it still waits
         node.restore()
         until(lambda: node.call(knock, trainer.address).succeed() == "ConnectionRefusedError\n")
+
+
+def test_a_process_group_spans_hosts() -> None:
+    with hosts(2) as pair:
+        members = [host.call(add_up, rank, pair[0].address, ANSWER_S) for rank, host in enumerate(pair)]
+        assert ["total 3.0" in member.succeed() for member in members] == [True, True]
 
 
 def test_hosts_of_different_tests_do_not_meet() -> None:
@@ -115,7 +140,7 @@ def test_submitit_calls_a_function_in_a_job(slurm: Slurm, tmp_path: Path) -> Non
     executor = submitit.AutoExecutor(tmp_path)
     assert executor.cluster == "slurm"
     executor.update_parameters(timeout_min=1, cpus_per_task=1, mem_gb=1)
-    job = executor.submit(os.getenv, "SLURM_JOB_ID")
+    job = executor.submit(number_of_job)
     assert job.result() == job.job_id
 
 
@@ -169,8 +194,6 @@ def test_nothing_outlives_the_process_of_a_test(part: Callable[[], None], why_no
     if reason := why_not():
         pytest.skip(reason)
     program = f"import {__name__} as tests; tests.{part.__name__}()"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    said = subprocess.run([sys.executable, "-c", program], env=env, check=True, stdout=subprocess.PIPE).stdout
-    left = json.loads(said)
+    left = json.loads(subprocess.check_output([sys.executable, "-c", program], env=importing_env()))
     assert left["pids"]
     until(lambda: all(map(is_gone, left["pids"])) and not any(map(os.path.exists, left["paths"])))

@@ -8,10 +8,11 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 
 from swath.collectors.arguments import fixed, takes
-from swath.collectors.distributed.groups import check_backend
+from swath.collectors.distributed.groups import GroupWire, check_backend
 from swath.collectors.distributed.launchers import launcher
 from swath.collectors.distributed.remote import RemoteCarrier
-from swath.collectors.distributed.remote_config import DistributedConfig, RemoteConfig
+from swath.collectors.distributed.remote_config import DistributedConfig, RemoteConfig, RPCConfig
+from swath.collectors.distributed.rpc_wire import RpcWire, check_rpc
 from swath.collectors.distributed.wire import Launch
 from swath.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from swath.collectors.worker import FIELDS
@@ -75,7 +76,7 @@ class DistributedCollector(RemoteCollector):
 
     def make_launch(self, config: DistributedConfig) -> Launch:
         """By the launcher that was asked for."""
-        return launcher(config)
+        return launcher(config, functools.partial(GroupWire, backend=config.backend, timeout_s=config.node_timeout_s))
 
 
 class DistributedSyncCollector(DistributedCollector):
@@ -90,3 +91,30 @@ class DistributedSyncCollector(DistributedCollector):
         if isinstance(arguments.get("policy"), nn.Module):
             arguments = {"update_interval": 1, **arguments}
         return super().adapt_arguments(fixed(cls.__name__, "sync", True, arguments))
+
+
+class RPCCollector(RemoteCollector):
+    """Nodes that are called, and call, through torch's RPC (TensorPipe).
+
+    torch has one RPC agent per process, which all RPCCollectors of a process share: those that are open at the same
+    time must have the same `tensorpipe_options` and address, and `rpc.init_rpc` cannot be used beside them. A call is
+    unpickled before anybody can check it: whoever can connect to the agent's port can run code as its user. With
+    launcher "mp" it listens at 127.0.0.1, otherwise at `address` alone, which a firewall must close to all but the
+    nodes.
+
+    See `RPCConfig` for the arguments.
+    """
+
+    config_class = RPCConfig
+    config: RPCConfig
+
+    @takes(RPCConfig)
+    def __init__(self, config: RPCConfig) -> None:
+        """Start the nodes, and wait until each has made its env and policy."""
+        self._set_up(config)
+
+    def make_launch(self, config: RPCConfig) -> Launch:
+        """By the launcher that was asked for."""
+        options = config.tensorpipe_options or {}
+        check_rpc(options)
+        return launcher(config, functools.partial(RpcWire, options=options, timeout_s=config.node_timeout_s))

@@ -23,7 +23,7 @@ from swath.errors import ChannelClosedError
 from swath.runtime.channel import Channel
 
 BACKENDS = ("gloo", "nccl", "mpi", "ucc")
-TRAINER, NODE = 0, 1
+LOOPBACK = "127.0.0.1"
 MEET_S = 60.0
 """How long two sides that are connected may take to form a group."""
 
@@ -67,8 +67,8 @@ class MeetingStore(dist.Store):
 class GroupWire:
     """A channel for parcels, and a process group of two for their bodies."""
 
-    def __init__(self, channel: Channel, backend: str, rank: int, address: str, timeout_s: float) -> None:
-        """Form the group, as `rank`, with the other side of `channel`; this side listens at `address` alone."""
+    def __init__(self, channel: Channel, rank: int, backend: str, timeout_s: float) -> None:
+        """Form the group, as `rank`, with the other side of `channel`; listen where that has reached us, if at all."""
         self._channel, self._peer = channel, 1 - rank
         self._turn = threading.Lock()
         """A body must follow its parcel."""
@@ -78,7 +78,7 @@ class GroupWire:
         with self._until_it_ends():
             if backend == "gloo":
                 options = kind._Options()
-                options._devices = [kind.create_device(hostname=address)]
+                options._devices = [kind.create_device(hostname=channel.address or LOOPBACK)]
                 options._timeout = timeout
                 self._group = kind(store, rank, 2, options)
             else:

@@ -9,13 +9,26 @@ import pickle
 import queue
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
 from swath.collectors.distributed.remote import packed_memory
-from swath.collectors.distributed.wire import PULSE_S, Begin, Interrupt, Post, Pulse, Sent, Weights, Wire, pack_parcel
+from swath.collectors.distributed.wire import (
+    PULSE_S,
+    Begin,
+    Interrupt,
+    Parcel,
+    Post,
+    Pulse,
+    Sent,
+    Weights,
+    Wire,
+    pack_parcel,
+)
 from swath.errors import ChannelClosedError
 from swath.runtime.board import Board
 from swath.runtime.carrier import Finished, Message, News, Order, Place, Subscribe, Topic
@@ -58,6 +71,7 @@ class NodeLink:
         self._weights: tuple[Columns, Tensor] | None = None
         self._heard_at = time.monotonic()
         self._is_over = False
+        self._telling = threading.Lock()
         self._has_stopped = threading.Event()
         for run in (self._receive_all, self._pulsate):
             threading.Thread(target=run, daemon=True, name="swath node").start()
@@ -88,7 +102,7 @@ class NodeLink:
             while not self._has_stopped.wait(PULSE_S):
                 if time.monotonic() - self._heard_at > self._timeout_s:
                     break
-                self._wire.send(pack_parcel(Pulse(self._board.numbers(0))))
+                self._tell(Pulse)
         if not self._has_stopped.is_set():
             self._lose_trainer()
 
@@ -136,8 +150,13 @@ class NodeLink:
 
     # -- what a session asks for ---------------------------------------------------------------------------------
 
+    def _tell(self, parcel: Callable[[tuple[float, ...]], Parcel], body: Tensor | None = None) -> None:
+        """Send a parcel with the numbers of this moment: what the trainer sees must not go back."""
+        with self._telling:
+            self._wire.send(pack_parcel(parcel(self._board.numbers(0))), body)
+
     def send(self, news: News) -> None:
-        self._wire.send(pack_parcel(Sent(news, self._board.numbers(0))))
+        self._tell(partial(Sent, news))
 
     def has_news(self) -> bool:
         return not self._mail.empty()
@@ -162,7 +181,7 @@ class NodeLink:
             self.send(finished)
         else:
             data = self._memory[order.place.number][1]
-            self._wire.send(pack_parcel(Sent(finished, self._board.numbers(0), data.numel())), data)
+            self._tell(partial(Sent, finished, size=data.numel()), data)
 
     def beat(self, ticket: int) -> bool:
         if self._is_over:

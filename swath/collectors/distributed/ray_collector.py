@@ -120,7 +120,7 @@ class RayCollector(RemoteCollector):
 
         self._launch = RayLaunch(config.start_timeout_s, (config.num_sub_threads, not swath.filter_warnings_subprocess))
         self._launch.wants = [config.wants(index) for index in range(config.workers)]
-        return self._launch
+        return Launch(self._launch)
 
     # -- nodes -------------------------------------------------------------------------------------------------
 

@@ -106,7 +106,7 @@ class RemoteCarrier:
         self._fields, self._launch, self._timeout_s = tuple(fields), launch, node_timeout_s
         board = self._board = Board(workers, fields, private=True)
         self.heartbeat, self.report, self.unreported_steps = board.heartbeat, board.report, board.unreported_steps
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, NodeConnection] = {}
         self._came = Event()
         self._poll = select.poll()
         self._poll.register(self._came.fd, select.POLLIN)
@@ -119,7 +119,7 @@ class RemoteCarrier:
             self._end([index], 0.0)
         self._board.clear(index)
         begin = Begin(task, self._fields, self._timeout_s)
-        self._connections[index] = Connection(self._launch(index), begin, self._board, index, self._came)
+        self._connections[index] = NodeConnection(self._launch.start(index), begin, self._board, index, self._came)
         self.workers = sorted({*self.workers, index})
 
     def stop(self, index: int, timeout_s: float = 0.0) -> None:
@@ -131,6 +131,7 @@ class RemoteCarrier:
         if os.getpid() == self._owner:
             self.workers = []
             self._end(list(self._connections), SHUTDOWN_S if timeout_s is None else timeout_s)
+            self._launch.close()
 
     def _end(self, indices: Sequence[int], timeout_s: float) -> None:
         """End nodes within the time: they are asked first, all at once."""
@@ -146,13 +147,14 @@ class RemoteCarrier:
             connection.post(message)
 
     def wait(self, timeout_s: float) -> bool:
+        for connection in list(self._connections.values()):
+            connection.look_for_silence(self._timeout_s)
         return bool(self._poll.poll(max(0.0, timeout_s) * 1000))
 
     def receive(self) -> list[tuple[int, News]]:
         self._came.lower()
         heard: list[tuple[int, News]] = []
         for index, connection in list(self._connections.items()):
-            connection.look_for_silence(self._timeout_s)
             heard.extend((index, connection.news.popleft()) for _ in range(len(connection.news)))
         return heard
 
@@ -196,7 +198,7 @@ class RemoteCarrier:
             connection.published(snapshots)
 
 
-class Connection:
+class NodeConnection:
     """A node as its carrier sees it: one thread sends to it, one receives from it."""
 
     def __init__(self, node: Node, begin: Begin, board: Board, index: int, came: Event) -> None:

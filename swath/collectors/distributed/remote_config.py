@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal
 
+from swath.collectors.distributed.inside import Inside
 from swath.collectors.kinds import check_kind, check_least, check_one_of
 from swath.collectors.multi_config import MultiConfig
+from swath.collectors.worker import EngineTask
+from swath.runtime.carrier import Task
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,15 @@ class RemoteConfig(MultiConfig):
         """Never: the buffer is the trainer's, which writes what nodes have sent."""
         return self.debug and self.replay_buffer is not None
 
+    def task_of(self, task: EngineTask) -> Task:
+        """What a node is started for."""
+        return self.inside(task.index).task(task, self.supervision)
+
+    def inside(self, node: int) -> Inside:
+        """What a node runs."""
+        options = self.of("collector_kwargs", node) or {}
+        return Inside(self.collector_class, self.num_workers_per_collector, options)
+
     def _check_values(self) -> None:
         super()._check_values()
         check_kind("num_workers_per_collector", self.num_workers_per_collector, "int")
@@ -51,6 +63,8 @@ class RemoteConfig(MultiConfig):
 
     def _check_together(self) -> None:
         super()._check_together()
+        for node in range(self.workers):
+            self.inside(node)
         if self.replay_buffer is not None and not self.extend_buffer:
             raise TypeError("extend_buffer=False writes after every step, but nodes send whole batches.")
         if self.update_after_each_batch and self.max_weight_update_interval > -1:
@@ -67,16 +81,23 @@ class RemoteConfig(MultiConfig):
         return max(1, self.max_weight_update_interval) if self.max_weight_update_interval > -1 else None
 
 
+LAUNCHERS = ("mp", "submitit", "submitit_delayed", "torchrun")
+
+
 @dataclass(frozen=True)
 class DistributedConfig(RemoteConfig):
     """What `DistributedCollector` can be given, beside what every collector with nodes can.
 
     Attributes:
         backend: what carries batches and weights: "gloo", "nccl", "mpi" or "ucc".
-        launcher: how nodes are started: "mp" (processes of this machine), "submitit" (jobs of Slurm) or
-            "submitit_delayed" (jobs that `submitit_delayed_launcher` has started); by default "submitit" where there is
-            a Slurm.
-        slurm_kwargs: what to ask of Slurm for each node.
+        launcher: how nodes are started: "mp" (processes of this machine), "submitit" (jobs of Slurm),
+            "submitit_delayed" (jobs that `submitit_delayed_launcher` has submitted) or "torchrun" (the other ranks of a
+            program that torchrun or mpirun has started: there, the constructor is the node and ends the process). By
+            default "submitit" where there is a Slurm, otherwise "mp". Or a function that starts a command on the
+            machine of a node: `lambda index, command: subprocess.Popen(["ssh", hosts[index], shlex.join(command)],
+            stdin=subprocess.PIPE)`.
+        slurm_kwargs: what to ask of Slurm for each node, in submitit's words. What jobs print is kept in its `folder`,
+            which all machines must share; by default that is the current one, where nothing is left.
         tcp_port: at which port the trainer waits for its nodes; by default one that is free.
         address: at which address of this machine; by default that of its host name. Nothing listens with "mp".
         update_interval: publish the policy's weights by themselves every so many batches; `DistributedSyncCollector`
@@ -85,7 +106,7 @@ class DistributedConfig(RemoteConfig):
 
     _: KW_ONLY
     backend: str = "gloo"
-    launcher: Literal["mp", "submitit", "submitit_delayed"] | None = None
+    launcher: Literal["mp", "submitit", "submitit_delayed", "torchrun"] | Callable[[int, list[str]], Any] | None = None
     slurm_kwargs: Mapping[str, Any] | None = None
     tcp_port: int | str | None = None
     address: str | None = None
@@ -99,4 +120,41 @@ class DistributedConfig(RemoteConfig):
     def _check_values(self) -> None:
         super()._check_values()
         check_least("update_interval", self.update_interval, 1)
-        check_one_of("launcher", self.launcher, ("mp", "submitit", "submitit_delayed"))
+        if not callable(self.launcher):
+            check_one_of("launcher", self.launcher, LAUNCHERS)
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        if self.launcher in ("submitit_delayed", "torchrun") and self.on_worker_failure == "restart":
+            raise ValueError(
+                f"launcher={self.launcher!r} has started all nodes there will be: on_worker_failure='drop' goes on "
+                "without one that fails."
+            )
+
+
+@dataclass(frozen=True)
+class RPCConfig(DistributedConfig):
+    """What `RPCCollector` can be given, beside what `DistributedCollector` can.
+
+    Attributes:
+        backend: no effect: batches and weights are carried by RPC itself.
+        tensorpipe_options: more arguments for torch's `TensorPipeRpcBackendOptions`. How long a call may take is
+            `node_timeout_s`.
+        visible_devices: no effect: batches and weights are sent from memory of the CPU.
+
+    Nodes cannot be forks of this process ("fork"), which would have torch's agent without its threads.
+    """
+
+    _: KW_ONLY
+    tensorpipe_options: dict[str, Any] | None = None
+    visible_devices: Any = None
+
+    without_effect: ClassVar[tuple[str, ...]] = (*RemoteConfig.without_effect, "visible_devices")
+
+    def _check_values(self) -> None:
+        super()._check_values()
+        if self.mp_start_method == "fork":
+            raise ValueError(
+                "mp_start_method='fork': torch's RPC does not survive a fork of the trainer. Use 'forkserver' or "
+                "'spawn'."
+            )

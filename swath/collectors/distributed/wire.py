@@ -25,6 +25,7 @@ from torch import Tensor
 
 from swath.keys import Key
 from swath.runtime.carrier import Message, News, Order, Task, Topic
+from swath.runtime.channel import Channel
 from swath.runtime.columns import Leaf
 from swath.runtime.pickling import unpicklable
 from swath.runtime.snapshots import SnapshotContents
@@ -152,5 +153,16 @@ class Node(Protocol):
         """It was asked to end: wait for that, and kill it if it takes longer."""
 
 
-Launch: TypeAlias = Callable[[int], Node]
-"""Starts the node of an index."""
+@dataclass(frozen=True)
+class Launch:
+    """How nodes get to where they run."""
+
+    start: Callable[[int], Node]
+    """Starts the node of an index, in the place of a former one."""
+    close: Callable[[], None] = lambda: None
+    """No more will be started; all that were have ended. May be called again."""
+
+
+WireKind: TypeAlias = Callable[[Channel, int], Wire]
+"""Makes the end of a wire over a channel, of `TRAINER` or `NODE`. ChannelClosedError if that cannot be."""
+TRAINER, NODE = 0, 1
