@@ -23,7 +23,8 @@ from benchmarks.nodes.workloads import STEPS, FrameEnv, NodeWorkload, Still
 CONTESTANTS: dict[str, str] = {
     "swath": "swath's DistributedCollector, RPCCollector and RayCollector, nodes on this machine, sync",
     "swath_here": "swath's Collector with the same env in this process: what collecting itself costs",
-    "engine": "the bare transfer of as many bytes, on request: send and recv of gloo, rpc_sync, ray.get and a copy",
+    "engine": "the bare transfer of as many bytes, just written as a batch's are, on request: send and recv of gloo, "
+    "rpc_sync, ray.get and a copy",
     "peer": "TorchRL's DistributedCollector, RPCCollector and RayCollector, nodes on this machine, sync; of what it "
     "sends, the bytes of tensors are counted",
 }
@@ -40,6 +41,8 @@ class NodeRun:
     batch: Callable[[], Any]
     """The next batch; the previous one is let go."""
     close: Callable[[], None]
+    prepare: Callable[[], Any] = lambda: None
+    """What comes before a batch, and is not measured."""
     update: Callable[[], Any] = lambda: None
     net: nn.Module | None = None
     sent: Callable[[], float] = lambda: 0.0
@@ -64,7 +67,7 @@ def _run(collector: Any, net: nn.Module | None = None) -> NodeRun:
         last.append(next(batches))
         return last[0]
 
-    return NodeRun(batch, collector.shutdown, collector.update_policy_weights_, net)
+    return NodeRun(batch, collector.shutdown, update=collector.update_policy_weights_, net=net)
 
 
 def _still() -> TensorDictModule:

@@ -17,18 +17,23 @@ from torch.distributed import rpc
 from benchmarks.nodes.contestants import NodeRun, start_ray
 from benchmarks.nodes.workloads import NodeWorkload
 
+GIVE, RENEW, END = range(3)
 _source: list[Tensor] = []
 
 
-def _give(size: int) -> Tensor:
-    """In the node: what it sends lies there already."""
+def _renew(size: int) -> None:
+    """In the node: write what is sent next, as whoever collects a batch does."""
     if not _source:
         _source.append(torch.zeros(size, dtype=torch.uint8))
+    _source[0].add_(1)
+
+
+def _give() -> Tensor:
     return _source[0]
 
 
-def _byte(value: int) -> Tensor:
-    return torch.tensor([value], dtype=torch.uint8)
+def _ask(what: int) -> None:
+    dist.send(torch.tensor([what], dtype=torch.uint8), 1)
 
 
 def _join(backend: str, meet: str, rank: int) -> None:
@@ -47,12 +52,14 @@ def _serve(backend: str, meet: str, size: int) -> None:
     if backend == "p":
         rpc.shutdown()  # when the other one does
         return
-    wanted = _byte(1)
-    while True:
-        dist.recv(wanted, 0)
-        if not wanted.item():
-            break
-        dist.send(_give(size), 0)
+    asked = torch.zeros(1, dtype=torch.uint8)
+    while asked.item() != END:
+        dist.recv(asked, 0)
+        if asked.item() == RENEW:
+            _renew(size)
+            dist.send(asked, 0)
+        elif asked.item() == GIVE:
+            dist.send(_give(), 0)
     dist.destroy_process_group()
 
 
@@ -62,13 +69,16 @@ class Giver:
     def __init__(self, size: int) -> None:
         self._data = np.zeros(size, np.uint8)
 
+    def renew(self) -> None:
+        self._data += 1
+
     def give(self) -> Any:
         return self._data
 
 
 def engine(workload: NodeWorkload) -> NodeRun:
-    backend, size = workload.backend, workload.megabytes * 2**20
-    run = _ray(size) if backend == "y" else _process(backend, size)
+    size = workload.megabytes * 2**20
+    run = _ray(size) if workload.backend == "y" else _process(workload.backend, size)
     run.sent = lambda: float(size)
     return run
 
@@ -78,26 +88,35 @@ def _ray(size: int) -> NodeRun:
 
     start_ray()
     actor, space = ray.remote(Giver).remote(size), np.zeros(size, np.uint8)
-    return NodeRun(lambda: np.copyto(space, ray.get(actor.give.remote())), ray.shutdown)
+    return NodeRun(
+        batch=lambda: np.copyto(space, ray.get(actor.give.remote())),
+        prepare=lambda: ray.get(actor.renew.remote()),
+        close=ray.shutdown,
+    )
 
 
 def _process(backend: str, size: int) -> NodeRun:
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (backend, f"file://{folder}/meet", size)
-        process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments, daemon=True)
+        meet = f"file://{folder}/meet"
+        process = multiprocessing.get_context("spawn").Process(target=_serve, args=(backend, meet, size), daemon=True)
         process.start()
-        _join(*arguments[:2], 0)
+        _join(backend, meet, 0)
     if backend == "p":
-        return NodeRun(partial(rpc.rpc_sync, "1", _give, (size,)), rpc.shutdown)
-    space = torch.empty(size, dtype=torch.uint8)
+        call = partial(rpc.rpc_sync, "1")
+        return NodeRun(batch=partial(call, _give), prepare=partial(call, _renew, (size,)), close=rpc.shutdown)
+    space, done = torch.empty(size, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
 
     def batch() -> None:
-        dist.send(_byte(1), 1)
+        _ask(GIVE)
         dist.recv(space, 1)
 
+    def prepare() -> None:
+        _ask(RENEW)
+        dist.recv(done, 1)
+
     def close() -> None:
-        dist.send(_byte(0), 1)
+        _ask(END)
         dist.destroy_process_group()
         process.join(10)
 
-    return NodeRun(batch, close)
+    return NodeRun(batch=batch, prepare=prepare, close=close)

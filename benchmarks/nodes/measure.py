@@ -26,6 +26,7 @@ def measure(workload: NodeWorkload, contestant: str, seconds: float) -> dict[str
     try:
         if workload.kind == "weights":
             return _weights(run, seconds)
+        run.prepare()
         run.batch()
         start = time.perf_counter() - started
         if workload.kind == "collect":
@@ -46,16 +47,17 @@ def measure(workload: NodeWorkload, contestant: str, seconds: float) -> dict[str
 
 def _rate(run: NodeRun, seconds: float) -> tuple[float, float]:
     """Seconds per batch, and those of this process's processor, after a warm-up."""
-    deadline = time.perf_counter() + WARM_UP_SECONDS
-    while time.perf_counter() < deadline:
+    batches, elapsed, cpu = 0, 0.0, 0.0
+    begin, end = time.perf_counter() + WARM_UP_SECONDS, time.perf_counter() + WARM_UP_SECONDS + seconds
+    while time.perf_counter() < end or not batches:
+        run.prepare()
+        start, busy = time.perf_counter(), time.process_time()
         run.batch()
-    batches, cpu = 0, time.process_time()
-    start = now = time.perf_counter()
-    while now - start < seconds:
-        run.batch()
-        batches += 1
-        now = time.perf_counter()
-    return (now - start) / batches, (time.process_time() - cpu) / batches
+        if start > begin:
+            batches += 1
+            elapsed += time.perf_counter() - start
+            cpu += time.process_time() - busy
+    return elapsed / batches, cpu / batches
 
 
 def _check_frames(run: NodeRun) -> None:
