@@ -114,9 +114,9 @@ def _counted(backend: str) -> list[int]:
 
         setattr(wire, method, counting)
 
-    count("send", lambda _, parcel, body=None: _size(parcel) + (0 if body is None else body.numel()))
+    count("send", lambda _, parcel, body=None, number=0: _size(parcel) + (0 if body is None else body.numel()))
     count("receive", _size)
-    count("fetch", lambda _, space: space.numel())
+    count("fetch", lambda _, space, number=0: space.numel())
     return sizes
 
 

@@ -76,6 +76,11 @@ class Giver:
         return self._data
 
 
+def _leave(folder: tempfile.TemporaryDirectory[str]) -> None:
+    rpc.shutdown()
+    folder.cleanup()
+
+
 def engine(workload: NodeWorkload) -> NodeRun:
     size = workload.megabytes * 2**20
     run = _ray(size) if workload.backend == "y" else _process(workload.backend, size)
@@ -96,14 +101,16 @@ def _ray(size: int) -> NodeRun:
 
 
 def _process(backend: str, size: int) -> NodeRun:
-    with tempfile.TemporaryDirectory() as folder:
-        meet = f"file://{folder}/meet"
-        process = multiprocessing.get_context("spawn").Process(target=_serve, args=(backend, meet, size), daemon=True)
-        process.start()
-        _join(backend, meet, 0)
+    folder = tempfile.TemporaryDirectory()
+    meet = f"file://{folder.name}/meet"
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(backend, meet, size), daemon=True)
+    process.start()
+    _join(backend, meet, 0)
     if backend == "p":
         call = partial(rpc.rpc_sync, "1")
-        return NodeRun(batch=partial(call, _give), prepare=partial(call, _renew, (size,)), close=rpc.shutdown)
+        return NodeRun(
+            batch=partial(call, _give), prepare=partial(call, _renew, (size,)), close=partial(_leave, folder)
+        )
     space, done = torch.empty(size, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
 
     def batch() -> None:
@@ -118,5 +125,6 @@ def _process(backend: str, size: int) -> NodeRun:
         _ask(END)
         dist.destroy_process_group()
         process.join(10)
+        folder.cleanup()
 
     return NodeRun(batch=batch, prepare=prepare, close=close)
