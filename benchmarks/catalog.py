@@ -10,6 +10,8 @@ from benchmarks.contestants import CONTESTANTS as COLLECTING
 from benchmarks.figures import FRAMES, Figure
 from benchmarks.inference import workloads as inference
 from benchmarks.inference.contestants import CONTESTANTS as SERVING
+from benchmarks.nodes import workloads as nodes
+from benchmarks.nodes.contestants import CONTESTANTS as ON_NODES
 from benchmarks.pace import workloads as pace
 from benchmarks.pace.contestants import CONTESTANTS as PACING
 from benchmarks.processes import workloads as processes
@@ -48,13 +50,16 @@ CATALOG: dict[str, Entry] = {
         for w in inference.WORKLOADS.values()
     },
     **{w.name: Entry(w.title, w.figures, w.contestants, PACING, "pace", w.family) for w in pace.WORKLOADS.values()},
+    **{w.name: Entry(w.title, w.figures, w.contestants, ON_NODES, "nodes", w.family) for w in nodes.WORKLOADS.values()},
 }
 
 SUITES: dict[str, list[str]] = {
     suite: [name for name, entry in CATALOG.items() if entry.suite == suite]
-    for suite in ("single", "processes", "inference", "pace")
+    for suite in ("single", "processes", "inference", "pace", "nodes")
 }
 """The workloads that are run together."""
 
-CONTESTANTS: tuple[str, ...] = tuple(dict.fromkeys([*COLLECTING, *REPLAYING, *PROCESSING, *SERVING, *PACING]))
+CONTESTANTS: tuple[str, ...] = tuple(
+    dict.fromkeys([*COLLECTING, *REPLAYING, *PROCESSING, *SERVING, *PACING, *ON_NODES])
+)
 """All names, in the order in which they take their turns."""

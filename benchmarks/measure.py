@@ -43,6 +43,12 @@ def measure(workload_name: str, contestant: str, seconds: float) -> dict[str, fl
         from benchmarks.pace.measure import measure as measure_pace
 
         return measure_pace(PACES[workload_name], contestant, seconds)
+    from benchmarks.nodes.workloads import WORKLOADS as NODES
+
+    if workload_name in NODES:
+        from benchmarks.nodes.measure import measure as measure_nodes
+
+        return measure_nodes(NODES[workload_name], contestant, seconds)
     return _measure_collecting(workload_name, contestant, seconds)
 
 

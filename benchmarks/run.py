@@ -5,9 +5,9 @@ busy minute of the machine falls on all of them; a round measures everybody once
 taken within a round before the median is taken over rounds. Absolute rates depend on the machine,
 ratios hardly.
 
-There are four suites: `single`, which collects in one process, `processes`, `inference`, and `pace` for
-envs at their own pace. A full run writes `RESULTS.md` and `results.json` beside this file, or `PROCESSES.md`,
-`INFERENCE.md`, `PACE.md` and so on. A partial or quick one only writes where it is told to, so that it
+There are five suites: `single`, which collects in one process, `processes`, `inference`, `pace` for envs at their
+own pace, and `nodes`. A full run writes `RESULTS.md` and `results.json` beside this file, or `PROCESSES.md`,
+`INFERENCE.md`, `PACE.md`, `NODES.md` and so on. A partial or quick one only writes where it is told to, so that it
 cannot replace the published table by accident.
 """
 
@@ -28,6 +28,7 @@ from benchmarks import machine, report
 from benchmarks.catalog import CATALOG, CONTESTANTS, SUITES
 from benchmarks.group import run_group
 from benchmarks.inference import page as inference_page
+from benchmarks.nodes import page as nodes_page
 from benchmarks.pace import page as pace_page
 from benchmarks.processes import page
 from benchmarks.results import Results
@@ -40,6 +41,7 @@ PAGES: dict[str, tuple[str, str, Callable[[Results], str]]] = {
     "processes": ("processes.json", "PROCESSES.md", page.markdown),
     "inference": ("inference.json", "INFERENCE.md", inference_page.markdown),
     "pace": ("pace.json", "PACE.md", pace_page.markdown),
+    "nodes": ("nodes.json", "NODES.md", nodes_page.markdown),
 }
 """Where each suite is published, and by what."""
 

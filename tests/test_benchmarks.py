@@ -19,6 +19,7 @@ from benchmarks import report
 from benchmarks.catalog import CATALOG, CONTESTANTS, SUITES
 from benchmarks.group import run_group
 from benchmarks.measure import measure
+from benchmarks.nodes import page as nodes_page
 from benchmarks.processes import page
 from benchmarks.results import Results
 from benchmarks.run import Plan
@@ -66,6 +67,13 @@ def test_swath_delivers_what_is_compared_with_several_processes(measurer: Proces
 @pytest.mark.parametrize("workload", ["W14tx4", "W14px1"])
 def test_swath_answers_what_is_compared(measurer: ProcessPoolExecutor, workload: str) -> None:
     assert_measures(measurer, workload, "swath")
+
+
+@pytest.mark.parametrize(
+    ("workload", "contestant"), [("W15gx1", "swath"), ("W16gx1", "swath"), ("W16gx1", "engine"), ("W17g", "swath")]
+)
+def test_nodes_deliver_what_is_compared(measurer: ProcessPoolExecutor, workload: str, contestant: str) -> None:
+    assert_measures(measurer, workload, contestant)
 
 
 @pytest.mark.parametrize("workload", ["W9a", "W9e", "W9f"])
@@ -156,6 +164,19 @@ def test_numbers_of_workers_share_a_table() -> None:
     assert "| 1 | 1,000 | 100 (10.00x) | 0.50 | 1.00 (2.00x) |" in text
     assert "| 2 | 1,900 | failed | 0.50 | failed |" in text
     assert "- W12x2 peer_default failed in 1 round(s): no reason" in text
+
+
+def test_what_carrying_a_batch_costs_is_held_against_the_bare_transfer() -> None:
+    results = Results(MACHINE, rounds=2, seconds=1.0)
+    for swath, here, engine in ((10.0, 4.0, 5.0), (12.0, 4.0, 5.0)):
+        for contestant, ms in (("swath", swath), ("swath_here", here), ("engine", engine)):
+            results.add("W16gx16", contestant, {"ms_per_batch": ms, "trainer_ms": 8.0})
+    results.add("W15gx1", "swath", {"frames_per_second": 50_000.0})
+    results.add("W15gx2", "swath", {"trainer_ms": 0.5})
+    text = nodes_page.markdown(results)
+    assert "| process groups (gloo) | 16 | 7.00 | 5.00 | 1.40 |" in text
+    assert "one core takes 2,000 of them per second: 2,048,000 frames, 41 times what one node makes here" in text
+    assert "which is 2.1 GB/s; over a network of 10 Gbit/s (1.25 GB/s) the link is full first" in text
 
 
 def test_nothing_outlives_a_measurement(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from benchmarks.replay.workloads import BACKGROUND, BATCH, COLLECT
 from benchmarks.workloads import WORKLOADS as COLLECTING
 from benchmarks.workloads import Workload
 
-Kind = Literal["collect", "step", "background", "start", "weights"]
+Kind = Literal["collect", "step", "background", "start", "weights", "batches"]
 
 WORKERS = 2
 SCALES = (1, 2, 4, 8, 16)

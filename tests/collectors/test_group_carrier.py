@@ -1,5 +1,6 @@
 """Collectors do the same when their batches and weights come through process groups."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,10 +11,14 @@ import test_reflection
 import test_seeding
 import test_state
 import test_weights
+import torch
 from kinds import Kind, joined
 from node_kinds import GROUPS
 
 from swath.collectors import BaseCollector
+from swath.collectors.distributed.groups import GroupWire
+from swath.collectors.distributed.wire import NODE, TRAINER
+from swath.runtime.channel import Channel
 from swath.testing import CollectorConformance
 
 
@@ -43,3 +48,24 @@ for module in (
     test_weights,
 ):
     globals().update(joined(module, GROUPS, CANNOT))
+
+
+def test_a_body_lands_where_it_is_expected_although_others_never_come() -> None:
+    """As of orders that a node has discarded: two are expected, and the second one is sent."""
+    channel, end = Channel.pair()
+    with ThreadPoolExecutor(1) as other:
+        making = other.submit(GroupWire, Channel(end), NODE, "gloo", 10.0)
+        trainer = GroupWire(channel, TRAINER, "gloo", 10.0)
+        node = making.result(10)
+        spaces = [torch.zeros(3_000_000, dtype=torch.uint8) for _ in range(2)]
+        for number, space in enumerate(spaces, 1):
+            trainer.expect(number, space)
+        for number, value in ((2, 7), (3, 9)):  # the last one was not announced
+            sending = other.submit(node.send, b"parcel", torch.full((3_000_000,), value, dtype=torch.uint8), number)
+            assert trainer.receive() == b"parcel"
+            trainer.fetch(spaces[1], number)
+            sending.result(10)
+            assert bool((spaces[1] == value).all())
+        assert not spaces[0].any()
+        trainer.close()
+        node.close()

@@ -24,6 +24,7 @@ from swath.runtime.channel import Channel
 
 BACKENDS = ("gloo", "nccl", "mpi", "ucc")
 LOOPBACK = "127.0.0.1"
+MOST_TAGS = 2**30
 MEET_S = 60.0
 """How long two sides that are connected may take to form a group."""
 
@@ -72,6 +73,9 @@ class GroupWire:
         self._channel, self._peer = channel, 1 - rank
         self._turn = threading.Lock()
         """A body must follow its parcel."""
+        self._is_gloo = backend == "gloo"
+        self._expected: dict[int, Any] = {}
+        """Bodies by their numbers. Gloo's sender waits until it is told where they go, which they spare it."""
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         store, timeout = MeetingStore(channel), timedelta(seconds=timeout_s)
         kind: Any = getattr(dist, "ProcessGroupGloo" if backend == "gloo" else f"ProcessGroup{backend.upper()}")
@@ -85,21 +89,32 @@ class GroupWire:
                 self._group = kind(store, rank, 2, timeout)
             self._group.barrier().wait()  # both are there, and what was told is read
 
-    def send(self, parcel: bytes, body: Tensor | None = None) -> None:  # noqa: D102 - see `Wire`
+    def send(self, parcel: bytes, body: Tensor | None = None, number: int = 0) -> None:  # noqa: D102 - see `Wire`
         with self._turn:
             self._channel.send(parcel)
             if body is not None:
                 with self._until_it_ends():
-                    self._group.send([body.to(self._device)], self._peer, 0).wait()
+                    self._group.send([body.to(self._device)], self._peer, self._tag(number)).wait()
 
     def receive(self) -> bytes:  # noqa: D102 - see `Wire`
         parcel = self._channel.receive()
         return parcel if isinstance(parcel, bytes) else pickle.dumps(parcel)  # what a process tells by itself
 
-    def fetch(self, space: Tensor) -> None:  # noqa: D102 - see `Wire`
+    def _tag(self, number: int) -> int:
+        return number % MOST_TAGS if self._is_gloo else 0  # others have no tags, or few
+
+    def expect(self, number: int, space: Tensor) -> None:  # noqa: D102 - see `Wire`
+        if self._is_gloo:
+            with self._until_it_ends():
+                self._expected[number] = self._group.recv([space], self._peer, self._tag(number))
+
+    def fetch(self, space: Tensor, number: int = 0) -> None:  # noqa: D102 - see `Wire`
         landed = space if self._device.type == "cpu" else torch.empty_like(space, device=self._device)
         with self._until_it_ends():
-            self._group.recv([landed], self._peer, 0).wait()
+            work = self._expected.pop(number, None)
+            (work or self._group.recv([landed], self._peer, self._tag(number))).wait()
+        for own in [own for own in list(self._expected) if own < number]:  # which the node has discarded
+            del self._expected[own]
         if landed is not space:
             space.copy_(landed)
 

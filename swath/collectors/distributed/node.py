@@ -155,10 +155,10 @@ class NodeLink:
 
     # -- what a session asks for ---------------------------------------------------------------------------------
 
-    def _tell(self, parcel: Callable[[tuple[float, ...]], Parcel], body: Tensor | None = None) -> None:
+    def _tell(self, parcel: Callable[[tuple[float, ...]], Parcel], body: Tensor | None = None, number: int = 0) -> None:
         """Send a parcel with the numbers of this moment: what the trainer sees must not go back."""
         with self._telling:
-            self._wire.send(pack_parcel(parcel(self._board.numbers(0))), body)
+            self._wire.send(pack_parcel(parcel(self._board.numbers(0))), body, number)
 
     def send(self, news: News) -> None:
         self._tell(partial(Sent, news))
@@ -186,7 +186,7 @@ class NodeLink:
             self.send(finished)
         else:
             data = self._memory[order.place.number][1]
-            self._tell(partial(Sent, finished, size=data.numel()), data)
+            self._tell(partial(Sent, finished, size=data.numel()), data, order.ticket)
 
     def beat(self, ticket: int) -> bool:
         if self._is_over:

@@ -58,7 +58,10 @@ class BodyWire:
 
     _body: np.ndarray | None = None
 
-    def fetch(self, space: Tensor) -> None:
+    def expect(self, number: int, space: Tensor) -> None:
+        pass
+
+    def fetch(self, space: Tensor, number: int = 0) -> None:
         assert self._body is not None
         np.copyto(space.numpy(), self._body)
         self._body = None  # its memory in the object store is free again
@@ -92,7 +95,7 @@ class ActorWire(BodyWire):
             yield parcel, body
             has_left.set()
 
-    def send(self, parcel: bytes, body: Tensor | None = None) -> None:
+    def send(self, parcel: bytes, body: Tensor | None = None, number: int = 0) -> None:
         has_left = threading.Event()
         self._outgoing.put((parcel, None if body is None else body.numpy(), has_left))
         while not self._is_closed:
@@ -178,7 +181,7 @@ class RayWire(BodyWire):
         self._push = node.actor.push.options(**INTO, num_returns=0)
         self._stream = node.actor.stream.options(**OUT).remote()
 
-    def send(self, parcel: bytes, body: Tensor | None = None) -> None:
+    def send(self, parcel: bytes, body: Tensor | None = None, number: int = 0) -> None:
         check_ray()
         try:
             self._push.remote(parcel, self._bodies.argument(body))

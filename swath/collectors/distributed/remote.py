@@ -216,9 +216,11 @@ class NodeConnection:
         self._turn = threading.Lock()
         self._layouts: list[Layout] = []
         """Of all batches that it was asked for."""
-        self._places: dict[int, Place] = {}
-        """Where batches go, by ticket."""
-        self._spare: tuple[Columns, Tensor] | None = None
+        self._places: dict[int, tuple[Place, Columns, Tensor]] = {}
+        """Where batches go, by ticket, and where they are received: there, if the slot is of this node alone."""
+        self._expected = 0
+        """The last of these that the wire knows of."""
+        self._spare: Columns | None = None
         self.put(begin)
         self._threads: list[threading.Thread] = []
         self._threads.append(self._thread(self._send_all))
@@ -238,9 +240,14 @@ class NodeConnection:
         """Send a message. Only what the layout of the place is goes with an order."""
         if not isinstance(message, Order) or message.place is None:
             return self.put(Post(message))
-        place = self._places[message.ticket] = message.place
-        assert place.memory is not None
-        layout: Layout = (place.memory.leaves, (place.rows, *place.memory.shape[1:]))
+        place, memory = message.place, message.place.memory
+        assert memory is not None
+        layout: Layout = (memory.leaves, (place.rows, *memory.shape[1:]))
+        if place.rows < memory.shape[0]:
+            memory, self._spare = self._spare, None
+            if memory is None or (memory.leaves, memory.shape) != layout:
+                memory = packed_memory(*layout)[0]
+        self._places[message.ticket] = place, memory, bytes_of(memory)
         is_new = layout not in self._layouts
         if is_new:
             self._layouts.append(layout)
@@ -275,6 +282,9 @@ class NodeConnection:
                 if item is None:
                     break
                 if isinstance(item, bytes):
+                    for ticket in [ticket for ticket in list(self._places) if ticket > self._expected]:
+                        self._expected = ticket
+                        wire.expect(ticket, self._places[ticket][2])
                     wire.send(item)
                     continue
                 topic, contents = item
@@ -297,7 +307,8 @@ class NodeConnection:
             while True:
                 parcel: Parcel = pickle.loads(self._wire.receive())
                 if isinstance(parcel, Sent) and parcel.size:
-                    self._wire.fetch(self._space(parcel))
+                    assert isinstance(parcel.news, Finished)
+                    self._wire.fetch(self._places[parcel.news.ticket][2], parcel.news.ticket)
                 self._heard_at = time.monotonic()
                 match parcel:
                     case Pulse(numbers=numbers):
@@ -311,25 +322,13 @@ class NodeConnection:
                         self._tell(parcel)  # type: ignore[arg-type]
         self._over()
 
-    def _space(self, parcel: Sent) -> Tensor:
-        """Where a batch is received: in its slot, if the slot is of this node alone."""
-        assert isinstance(parcel.news, Finished)
-        place = self._places[parcel.news.ticket]
-        memory = place.memory
-        assert memory is not None
-        if place.rows == memory.shape[0]:
-            return bytes_of(memory)
-        shape = (place.rows, *memory.shape[1:])
-        if self._spare is None or self._spare[0].shape != shape or self._spare[0].leaves != memory.leaves:
-            self._spare = packed_memory(memory.leaves, shape)
-        return self._spare[1]
-
     def _settle(self, ticket: int) -> None:
         """Bring a batch to where it belongs, and forget the places of orders that were discarded before it."""
-        place = self._places.get(ticket)
-        if place is not None and place.memory is not None and place.rows != place.memory.shape[0]:
-            assert self._spare is not None
-            place.memory.part(place.first_row, place.first_row + place.rows).fill(self._spare[0].tensors)
+        place, received, _ = self._places.get(ticket, (None, None, None))
+        if place is not None and place.memory is not None and place.memory is not received:
+            assert received is not None
+            place.memory.part(place.first_row, place.first_row + place.rows).fill(received.tensors)
+            self._spare = received
         for own in [own for own in list(self._places) if own <= ticket]:
             del self._places[own]
 

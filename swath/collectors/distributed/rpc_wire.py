@@ -240,7 +240,7 @@ class RpcWire:
         """Keep what has come for whoever receives."""
         self._inbox.put((parcel, body))
 
-    def send(self, parcel: bytes, body: Tensor | None = None) -> None:  # noqa: D102 - see `Wire`
+    def send(self, parcel: bytes, body: Tensor | None = None, number: int = 0) -> None:  # noqa: D102 - see `Wire`
         with self._turn:  # one call after the other: they come in order
             if self._secret not in _wires:
                 raise ChannelClosedError("This end of the wire is closed.")
@@ -264,7 +264,10 @@ class RpcWire:
         parcel, self._body = came
         return parcel
 
-    def fetch(self, space: Tensor) -> None:  # noqa: D102 - see `Wire`
+    def expect(self, number: int, space: Tensor) -> None:  # noqa: D102 - see `Wire`
+        pass
+
+    def fetch(self, space: Tensor, number: int = 0) -> None:  # noqa: D102 - see `Wire`
         assert self._body is not None
         space.copy_(self._body)
         self._body = None

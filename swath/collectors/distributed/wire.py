@@ -114,13 +114,19 @@ def pack_parcel(parcel: Parcel) -> bytes:
 class Wire(Protocol):
     """One end of the connection between a trainer and a node. ChannelClosedError tells that nobody is there."""
 
-    def send(self, parcel: bytes, body: Tensor | None = None) -> None:
-        """Send a parcel and its body, which is bytes on the CPU. Both have left when it returns. From any thread."""
+    def send(self, parcel: bytes, body: Tensor | None = None, number: int = 0) -> None:
+        """Send a parcel and its body, which is bytes on the CPU. Both have left when it returns. From any thread.
+
+        `number` is the body's, if the other side expects it.
+        """
 
     def receive(self) -> bytes:
         """Wait for a parcel. By one thread alone, as `fetch`."""
 
-    def fetch(self, space: Tensor) -> None:
+    def expect(self, number: int, space: Tensor) -> None:
+        """The body of that number will be fetched to `space`, if it ever comes: it may be put there before."""
+
+    def fetch(self, space: Tensor, number: int = 0) -> None:
         """Put the body of the last parcel into `space`, which has its size."""
 
     def close(self) -> None:
