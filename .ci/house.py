@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LONGEST = 450
-SIZES = {"swath": 27_900, "tests": 34_900}
+SIZES = {"swath": 28_900, "tests": 36_900}
 """Lines in all: what there is now. They go up only with something new for users, and by no more than that takes."""
 SAME_NAMES = {
     "__init__.py": "packages",
