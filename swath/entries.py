@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -10,6 +11,14 @@ import torch
 from tensordict import TensorDict
 
 from swath.keys import Key, nest
+
+_NOTHING = nullcontext()
+
+
+def trainable() -> AbstractContextManager[Any]:
+    """A context in which ordinary tensors are made: batches are trained on, in whichever mode they are asked for."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
+
 
 _new = getattr(TensorDict, "_new_unsafe", TensorDict)
 """Makes a TensorDict without a look at its entries, which would take longer than all else where they are small."""
@@ -20,13 +29,15 @@ def trusted(
     batch_size: Sequence[int],
     device: torch.device | None,
     inner: Mapping[tuple[str, ...], tuple[int, ...]] | None = None,
+    names: Sequence[str | None] | None = None,
 ) -> TensorDict:
     """A TensorDict of `entries`, which have the batch size and lie on the device, or anywhere if that is None.
 
-    `inner` gives the paths of nested ones that have more batch dimensions, which come behind the others.
+    `inner` gives the paths of nested ones that have more batch dimensions, which come behind the others; `names` are
+    those of the batch dimensions.
     """
     size = torch.Size(batch_size)
-    return _made(_places(tuple(entries)), tuple(entries.values()), size, device, inner, ())
+    return _made(_places(tuple(entries)), tuple(entries.values()), size, device, inner, (), names)
 
 
 @lru_cache(maxsize=1024)
@@ -36,12 +47,20 @@ def _places(keys: tuple[Key, ...]) -> dict[str, Any]:
 
 
 def _made(
-    places: Mapping[str, Any], entries: tuple[Any, ...], size: torch.Size, device: Any, inner: Any, path: Any
+    places: Mapping[str, Any],
+    entries: tuple[Any, ...],
+    size: torch.Size,
+    device: Any,
+    inner: Any,
+    path: Any,
+    names: Sequence[str | None] | None,
 ) -> TensorDict:
     source = {
-        name: entries[place] if isinstance(place, int) else _made(place, entries, size, device, inner, (*path, name))
+        name: entries[place]
+        if isinstance(place, int)
+        else _made(place, entries, size, device, inner, (*path, name), names)
         for name, place in places.items()
     }
     own = torch.Size((*size, *inner.get(path, ()))) if inner else size
-    made: TensorDict = _new(source, batch_size=own, device=device)
+    made: TensorDict = _new(source, batch_size=own, device=device, names=None if names is None else list(names))
     return made

@@ -8,20 +8,21 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from swath.collectors.delivery import Part
+from swath.entries import trainable
 from swath.keys import MASK, PADDING_ID, TRAJ_IDS, Key
 from swath.rollout.slots import batch_of
 
 STACK = "stack"
 
 
-@torch.inference_mode(False)  # batches are trained on, wherever they are asked for
 def each_part(parts: Sequence[Part], keys: Sequence[Key]) -> list[TensorDictBase]:
     """The batch of each worker: `[*batch_size, T]`, over the memory of its slot."""
     slot = parts[0].slot
     if slot is not None and len(parts) > 1 and all(part.slot is slot for part in parts):
         rows = _rows_of(parts)
         whole = _taken(parts, keys)
-        return [whole[row][..., : part.collected.steps] for row, part in zip(rows, parts, strict=True)]
+        with trainable():
+            return [whole[row][..., : part.collected.steps] for row, part in zip(rows, parts, strict=True)]
     return [_alone(part, keys) for part in parts]
 
 
@@ -47,13 +48,17 @@ def _rows_of(parts: Sequence[Part]) -> list[int]:
     return [place.first_row // place.rows for place in places]
 
 
-@torch.inference_mode(False)
 def joined(parts: Sequence[Part], keys: Sequence[Key], how: int | str, *, marks_gaps: bool) -> TensorDictBase:
     """The parts in one batch; `how` is "stack" or a dimension.
 
     Parts that lie in one slot and are full are joined already: the batch is a view of that slot. Where workers may stop
     early, `marks_gaps`.
     """
+    with trainable():
+        return _joined(parts, keys, how, marks_gaps)
+
+
+def _joined(parts: Sequence[Part], keys: Sequence[Key], how: int | str, marks_gaps: bool) -> TensorDictBase:
     slot = parts[0].slot
     assert slot is not None
     if all(part.slot is slot for part in parts):

@@ -21,7 +21,7 @@ from swath.keys import Key, as_key
 from swath.modules.exploration import exploring_here
 from swath.modules.mlp import MLPStage, flatten
 from swath.modules.parts import parts_of
-from swath.modules.plan import Planner, signature_of
+from swath.modules.plan import Composition, Planner
 from swath.modules.probe import Probe
 from swath.modules.sampling import SamplingStage
 from swath.modules.stages import Stage, ask
@@ -145,15 +145,15 @@ class Forward:
         self._stages: list[Stage] | None = None
         self._visible: list[Key] = []
         self._may_plan = _is_small(policy) and (device is None or device.type == "cpu")
-        self._signature: tuple[Any, ...] = ()
+        self._composition: Composition | None = None
         self._time = AHEAD
         self._described: Leaves = ()
 
     def renew(self) -> None:
         """The policy has other weights, or was changed in another way: fetch anew what was taken from it."""
         self._time = AHEAD
-        if self._stages is not None and signature_of(self._policy)[1:] != self._signature:
-            self._stages, self._may_plan = None, _is_small(self._policy)
+        if self._composition is not None and self._composition.has_changed:
+            self._stages, self._composition, self._may_plan = None, None, _is_small(self._policy)
 
     @property
     def is_quick(self) -> bool:
@@ -240,7 +240,7 @@ class Forward:
         if all(isinstance(stage, MLPStage | SamplingStage) for stage in stages):
             self._stages, self._visible, self._time = stages, probe.visible, AHEAD
             self._describe({key: self._outputs.leaf(key) for key in self._visible})
-            self._signature = signature_of(self._policy)[1:]  # without the exploration type, which is ours
+            self._composition = Composition(self._policy)
         else:
             self._may_plan = False
 

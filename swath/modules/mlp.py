@@ -90,16 +90,26 @@ class _Layer:
         width = max(1, MAX_IN_THREAD // (lanes * inputs))
         width = outputs if outputs <= width else width - width % 16 or width  # whole vectors are quicker
         self._blocks = [slice(start, start + width) for start in range(0, outputs, width)]
-        self._weight = np.empty((inputs, outputs), weight.dtype)
+        # For one lane a product is as quick in either order, and copying much quicker in the one that torch has.
+        self._weight = np.empty((inputs, outputs), weight.dtype, order="F" if lanes == 1 else "C")
         self._bias = None if linear.bias is None else np.empty((lanes, outputs), weight.dtype)
+        self._views: dict[str, tuple[int, tuple[int, ...], np.ndarray]] = {}
         self.activations: list[InPlace] = []
         self.out = np.empty((lanes, outputs), weight.dtype)
 
     def fetch(self) -> None:
         """Take the parameters as they are now. A bias is spread over the lanes: adding is then half the price."""
-        self._weight[:] = self._linear.weight.detach().numpy().T
+        self._weight[:] = self._now("weight", self._linear.weight).T
         if self._bias is not None:
-            self._bias[:] = self._linear.bias.detach().numpy()
+            self._bias[:] = self._now("bias", self._linear.bias)
+
+    def _now(self, name: str, parameter: Tensor) -> np.ndarray:
+        """A parameter as an array over its memory, which is remembered for as long as it stays there."""
+        place, strides = parameter.data_ptr(), parameter.stride()
+        known = self._views.get(name)
+        if known is None or known[:2] != (place, strides):
+            known = self._views[name] = place, strides, parameter.detach().numpy()
+        return known[2]
 
     def operations(self, x: np.ndarray, out: np.ndarray) -> list[Operation]:
         """What turns `x` `[n, in]` into `out` `[n, out]`; see NOTE [BLAS threads]."""

@@ -105,16 +105,33 @@ class Planner:
         return not any(overlap(used, writes.leaves) for _, writes in later)
 
 
-def signature_of(policy: Any) -> tuple[Any, ...]:
-    """What a plan depends on. Weights are not part of it: stages fetch them for every slot."""
-    if not isinstance(policy, nn.Module):
-        return (acting_type(),)
-    modules = tuple(policy.modules())  # themselves, not their ids: these may be given to others later
-    # One walk for all of it, once per slot: `parameters()` would walk again, and takes as long as a step.
-    own = (weight for module in modules for weight in module._parameters.values())
-    known = (weight for weight in own if weight is not None and not nn.parameter.is_lazy(weight))
-    weights = tuple((weight.shape, weight.dtype, weight.device) for weight in known)
-    return (acting_type(), is_altered(modules), modules, weights, tuple(map(_settings_of, modules)))
+class Composition:
+    """What a policy is made of, as far as plans depend on it. Weights are not part of it: stages fetch them themselves.
+
+    Looked at once per slot, and so in microseconds: modules are not walked again, since one that is new, or gone, is
+    noticed by whoever has it.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        """Remember what `policy` is made of now."""
+        self._modules = tuple(policy.modules()) if isinstance(policy, nn.Module) else ()
+        self._before = self._look()
+
+    def _look(self) -> list[Any]:
+        look: list[Any] = [has_global_extras()]
+        for module in self._modules:
+            look += module._modules.values()
+            look += (bool(module._forward_hooks or module._forward_pre_hooks), "forward" in module.__dict__)
+            for weight in module._parameters.values():
+                if weight is not None and not nn.parameter.is_lazy(weight):
+                    look += (weight.shape, weight.dtype, weight.device)
+            look += _settings_of(module)
+        return look
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether it is made of something else by now."""
+        return self._look() != self._before
 
 
 def _settings_of(module: nn.Module) -> tuple[Any, ...]:
@@ -128,8 +145,13 @@ def _settings_of(module: nn.Module) -> tuple[Any, ...]:
 
 def is_altered(modules: Iterable[nn.Module]) -> bool:
     """Whether calling a policy does more than its `modules` say: hooks, a forward of their own, or autocast."""
+    return has_global_extras() or any(map(_has_extras, modules))
+
+
+def has_global_extras() -> bool:
+    """Whether calling any module does more than it says."""
     hooks = nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks
-    return bool(hooks) or torch.is_autocast_enabled("cpu") or any(map(_has_extras, modules))
+    return bool(hooks) or torch.is_autocast_enabled("cpu")
 
 
 def _has_extras(module: nn.Module) -> bool:

@@ -25,7 +25,8 @@ from swath.envs.base import EnvBase
 from swath.envs.rows import Rows
 from swath.errors import PolicyError, annotate
 from swath.keys import Key, as_path, is_private
-from swath.modules.plan import Planner, signature_of
+from swath.modules.exploration import ExplorationType, acting_type
+from swath.modules.plan import Composition, Planner
 from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
 from swath.modules.stages import EchoStage, Filled, RandomStage, Stage
@@ -126,7 +127,8 @@ class PolicyRunner:
         """What the batch holds of the outputs."""
         self._planner = Planner(probe, present, self.outputs, device, fast, opaque)
         self._plan: list[Stage] = []
-        self._signature: tuple[Any, ...] | None = None
+        self._composition: Composition | None = None
+        self._planned_for: ExplorationType | None = None
         states = [read for read, _ in self.state]
         given = [key for key in self.outputs.tensors if key in present.tensors and key not in states]
         self._random: list[Stage] = [RandomStage(env.actions, self.outputs), EchoStage(present, self.outputs, given)]
@@ -135,7 +137,7 @@ class PolicyRunner:
     def exchange(self, policy: Any) -> None:
         """Act with `policy`, a copy of the present one with other weights, from the next slot on."""
         self.policy = policy
-        self._signature = None
+        self._composition = None
 
     def begin(self, steps: int, generator: torch.Generator | None, random: bool = False) -> list[Key]:
         """Make ready for `steps` steps (with `random` actions instead of the policy's).
@@ -147,10 +149,10 @@ class PolicyRunner:
                 tensor.zero_()
             self._active = self._random
         else:
-            signature = signature_of(self.policy)
-            if signature != self._signature:
+            kind, known = acting_type(), self._composition
+            if known is None or kind is not self._planned_for or known.has_changed:
                 self._plan = self._planner.plan(self.policy)
-                self._signature = signature
+                self._planned_for, self._composition = kind, Composition(self.policy)
             self._active = self._plan
         for stage in self._active:
             stage.begin(steps, generator)

@@ -25,6 +25,8 @@ from swath.keys import Key, as_key
 from swath.modules.stages import Filled, Stage
 from swath.modules.tanh_normal import EDGE, TanhNormal, squashed_log_prob, unsquash
 
+TINY = np.finfo(np.float32).tiny
+
 
 class SamplingStage(Stage):
     """Writes an action for the parameters that other stages have written."""
@@ -87,8 +89,8 @@ class CategoricalStage(SamplingStage):
         if not self._greedy:
             noise = torch.empty(steps, *self._shape, dtype=torch.float32, device="cpu")
             noise.exponential_(generator=generator)
-            with np.errstate(divide="ignore"):
-                self._noise = -np.log(noise.numpy())
+            drawn = np.maximum(noise.numpy(), TINY)  # without a warning of a logarithm of zero, or what hides it
+            self._noise = np.negative(np.log(drawn, drawn), drawn)
 
     def _act(self, params: list[np.ndarray], noise: np.ndarray | None, action: np.ndarray) -> None:
         scores = params[0]
@@ -104,15 +106,17 @@ class CategoricalStage(SamplingStage):
 
     def finish(self, columns: Mapping[Key, Tensor], filled: Filled) -> None:
         """Check the logits and compute the log-probabilities of the choices."""
-        logits, choice = (columns[key][filled].numpy() for key in self._keys)
+        index = filled if isinstance(filled, tuple) else filled.numpy()
+        logits, choice = (columns[key].numpy()[index] for key in self._keys)
         top = logits.max(-1)
         # Of a row without any finite logit, or with an infinite one, there are no probabilities either.
         _must_hold(np.isfinite(top), self._keys[0], "Categorical")
         if self._log_prob is not None:
             choice = choice if self._one_hot is None else choice.argmax(-1)
-            picked = np.take_along_axis(logits, choice[..., None], -1)[..., 0]
+            flat = logits.reshape(-1, logits.shape[-1])
+            picked = flat[np.arange(len(flat)), choice.reshape(-1)].reshape(top.shape)
             total = np.log(np.exp(logits - top[..., None]).sum(-1))
-            columns[self._log_prob][filled] = torch.from_numpy(picked - top - total)
+            columns[self._log_prob].numpy()[index] = picked - top - total
 
 
 class NormalStage(SamplingStage):

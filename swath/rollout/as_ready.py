@@ -212,7 +212,7 @@ class AsReadyLoop(RolloutLoop):
         return broken
 
     def _last(self, steps: int) -> tuple[Any, Any]:
-        return super()._last(steps) if self.settings.stack_envs else (0, torch.from_numpy(self._ends))
+        return super()._last(steps) if self.settings.stack_envs else (0, self._ends)
 
     def _stamp(self, tensors: dict[Key, torch.Tensor]) -> None:
         tensors[after(POLICY_VERSION)].copy_(tensors[POLICY_VERSION])

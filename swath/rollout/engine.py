@@ -21,6 +21,7 @@ from torch import nn
 
 from swath.data import ReplayBuffer
 from swath.data.episodes import Episodes
+from swath.entries import trainable
 from swath.envs import AsyncEnvPool, EnvBase, as_env
 from swath.errors import ClosedError, suggestion
 from swath.keys import POLICY_ID, STEP_COUNT
@@ -85,7 +86,7 @@ class Engine:
         env.introduce_to(policy)
         self.given_policy = policy if settings.opaque_policy and policy is not None else as_policy(policy, env)
         self.policy = self._placed(self.given_policy)
-        with torch.inference_mode(False):  # rows and batches must be ordinary tensors
+        with trainable():
             called = self._as_called(self.policy)
             self._loop: RolloutLoop = (
                 AsReadyLoop(env, called, settings)
@@ -219,7 +220,7 @@ class Engine:
         if begins and self.settings.reset_at_each_iter and not self._is_fresh:
             self.reset()
         self._is_fresh = False
-        with torch.inference_mode(False):  # batches are trained on, wherever they are asked for
+        with trainable():
             return self._loop.collect(slot, random=random)
 
     def write(self, steps: int) -> Receipt:

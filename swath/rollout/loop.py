@@ -5,6 +5,7 @@ All lanes step together here; `swath.rollout.as_ready` has the same loop for env
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -43,6 +44,7 @@ from swath.rollout.slots import Slot
 from swath.rollout.stats import RolloutStats
 
 EVERY = slice(None)
+NEXT_DONE, NEXT_TERMINATED, NEXT_TRUNCATED, NEXT_REWARD = map(after, (DONE, TERMINATED, TRUNCATED, REWARD))
 
 
 class Interruptor(Protocol):
@@ -129,6 +131,10 @@ class RolloutLoop:
         self.lanes.attach(self.policy.state, self.policy.outputs)
         self.leaves = self._leaves()
         """Shape and dtype of every column, in the order in which they are delivered."""
+        told = [(key, after(key)) for key in self._told]
+        begun_with = [(key, key) for key in env.observation_keys if key in self._seen]
+        self._suspect = [(key, name) for key, name in (*told, *begun_with) if _may_be_nan(self.leaves[name])]
+        """Where NaN may come from the env: (key, name of the column)."""
         self._warned: set[Key] = set()
 
     def move_to_background(self) -> None:
@@ -145,8 +151,7 @@ class RolloutLoop:
         self.was_stopped = False
         with torch.no_grad(), self._exploring(), self.randomness.applied():
             acted = policy.begin(slot.steps, self.randomness.generator, random)
-            before = self._pairs(slot, lanes.present, self._seen)
-            behind = self._pairs(slot, policy.outputs, acted) + self._pairs(slot, lanes.out, self._told, after)
+            before, behind = self._copied(slot, acted)
             for t in range(slot.steps):
                 at = t if single else (EVERY, t)
                 for column, row in before:  # what the policy sees
@@ -207,6 +212,15 @@ class RolloutLoop:
         """The keys of a batch; what the policy keeps to itself and names that begin with "_" are left out."""
         return leaves
 
+    def _copied(self, slot: Slot, acted: list[Key]) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """What is copied to `slot` in a step before the policy acts, and behind; remembered with the slot."""
+        if slot.bound is None or slot.bound[0] is not self or slot.bound[1] != acted:
+            before = self._pairs(slot, self.lanes.present, self._seen)
+            behind = self._pairs(slot, self.policy.outputs, acted)
+            slot.bound = self, acted, before, behind + self._pairs(slot, self.lanes.out, self._told, after)
+        _, _, before, behind = slot.bound
+        return before, behind
+
     def _pairs(self, slot: Slot, rows: Rows, keys: Iterable[Key], named: Any = None) -> list[tuple[Any, Any]]:
         """(column, row) for each key: what is copied in a step. One lane is copied without its dimension."""
         pairs = []
@@ -223,27 +237,27 @@ class RolloutLoop:
 
     def _complete(self, slot: Slot, steps: int) -> Receipt:
         """Write what follows from the steps: log-probs, done, ids, counts, versions; count and check."""
-        tensors, settings = slot.tensors, self.settings
-        self.policy.finish(tensors, self._acted(steps))
+        columns, settings = slot.columns, self.settings
+        self.policy.finish(slot.tensors, self._acted(steps))
         for key in FLAGS:  # a lane that has ended is restarted at once, so that no root is ever done
-            tensors[key].zero_()
-        done = torch.logical_or(tensors[after(TERMINATED)], tensors[after(TRUNCATED)], out=tensors[after(DONE)])
-        ended = self._by_lane(done[:, :steps, 0].cpu().numpy()).copy()
+            columns[key][:] = False
+        columns[NEXT_DONE][:] = columns[NEXT_TERMINATED] | columns[NEXT_TRUNCATED]
+        ended = self._by_lane(slot.array(NEXT_DONE)[:, :steps, 0]).copy()
         real = self._real(slot, steps)
         if settings.track_traj_ids:
             ids = np.empty(ended.shape, np.int64)
             self.lanes.ids.assign(self._cut_off(ended, real), ids)
             if real is not None:
                 ids[~real] = PADDING_ID
-            tensors[TRAJ_IDS][:, :steps] = torch.from_numpy(self._in_slot(ids)).to(tensors[TRAJ_IDS].device)
-        if STEP_COUNT in tensors:
-            torch.add(tensors[STEP_COUNT], 1, out=tensors[after(STEP_COUNT)])
+            slot.put(TRAJ_IDS, self._in_slot(ids))
+        if STEP_COUNT in columns:
+            columns[after(STEP_COUNT)][:] = columns[STEP_COUNT] + 1
         if settings.track_version:
-            self._stamp(tensors)
+            self._stamp(slot.tensors)
         if settings.set_truncated:
             last = self._last(steps)
-            tensors[after(TRUNCATED)][last] |= ~tensors[after(TERMINATED)][last]
-            done[last] = True
+            columns[NEXT_TRUNCATED][last] |= ~columns[NEXT_TERMINATED][last]
+            columns[NEXT_DONE][last] = True
         return self._count(slot, steps, ended, real)
 
     # A slot's rows are lanes here, and all of them have made the same steps. A loop in which that is not so lays its
@@ -300,7 +314,7 @@ class RolloutLoop:
         stats.frames += frames
         stats.idle_frames += slot.lanes * steps - frames
         stats.batches += 1
-        rewards = self._by_lane(slot.array(after(REWARD))[:, :steps, 0])
+        rewards = self._by_lane(slot.array(NEXT_REWARD)[:, :steps, 0])
         self.lanes.meter.measure(rewards, ended, real, stats, self._broken())
         self._warn_of_nan(slot, steps)
         self.steps += steps
@@ -308,10 +322,10 @@ class RolloutLoop:
 
     def _warn_of_nan(self, slot: Slot, steps: int) -> None:
         """Once for each key: in what the env answered, and in what it began with."""
-        begun_with = [(key, key) for key in self.env.observation_keys if key in self._seen]
-        for key, name in [*((key, after(key)) for key in self._told), *begun_with]:
+        for key, name in self._suspect:
             column = slot.columns[name][:, :steps]
-            if key in self._warned or not _has_nan(column):
+            least = column.min()  # which is NaN if anything is
+            if least == least or key in self._warned:
                 continue
             self._warned.add(key)
             found = torch.as_tensor(column).reshape(*column.shape[:2], -1).isnan().any(-1).cpu().numpy()
@@ -324,7 +338,5 @@ class RolloutLoop:
             )
 
 
-def _has_nan(column: Any) -> bool:
-    if isinstance(column, np.ndarray):
-        return column.dtype.kind == "f" and bool(np.isnan(column).any())
-    return column.dtype.is_floating_point and bool(column.isnan().any())
+def _may_be_nan(leaf: Leaf) -> bool:
+    return leaf.dtype.is_floating_point and math.prod(leaf.shape) > 0

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
-from swath.keys import Key, nest
+from swath.entries import trainable, trusted
+from swath.keys import Key
 from swath.runtime.columns import Columns
 
 SPARE_SLOTS = 2
@@ -56,11 +57,22 @@ class Slot:
             key: tensor.numpy() if self._is_on_cpu else tensor for key, tensor in tensors.items()
         }
         """Arrays on the CPU, tensors elsewhere."""
+        shape = (*self.batch_size, self.steps)
+        self._shaped = {key: column.reshape(*shape, *column.shape[2:]) for key, column in self.columns.items()}
+        """The same as they are handed out."""
+        self.bound: Any = None
+        """What whoever fills the slot remembers of it."""
 
     def array(self, key: Key) -> np.ndarray:
         """The column `key` as an array; a copy of it, if it lies on another device."""
         column = self.columns[key]
         return column if isinstance(column, np.ndarray) else column.cpu().numpy()
+
+    def put(self, key: Key, values: np.ndarray) -> None:
+        """Write the first steps of the column `key`."""
+        column = self.columns[key]
+        is_array = isinstance(column, np.ndarray)
+        column[:, : values.shape[1]] = values if is_array else torch.from_numpy(values).to(column.device)
 
     @property
     def is_free(self) -> bool:
@@ -76,26 +88,21 @@ class Slot:
         self._handed_out.append(weakref.ref(claim))
         return claim
 
-    def hand_out(self, keys: Iterable[Key], steps: int) -> dict[Key, Tensor]:
+    def hand_out(self, keys: Sequence[Key], steps: int) -> dict[Key, Tensor]:
         """Ordinary tensors `[*batch_size, steps, ...]` of the entries `keys`, over the slot's memory.
 
         A slot that is not full is copied instead where its lanes would not lie behind each other.
         """
-        entries: dict[Key, Tensor] = {}
-        for key in keys:
-            if self._is_on_cpu:
-                fresh = self.columns[key].view()
-                self._handed_out.append(weakref.ref(fresh))
-                tensor = torch.from_numpy(fresh)
-            else:
-                tensor = self.tensors[key]
-            if steps < self.steps:
-                tensor = tensor[:, :steps].contiguous()
-            if len(self.batch_size) == 0:
-                tensor = tensor[0]
-            elif len(self.batch_size) > 1:
-                tensor = tensor.unflatten(0, self.batch_size)
-            entries[key] = tensor
+        shaped, from_array = self._shaped, torch.from_numpy
+        if self._is_on_cpu:
+            fresh = [shaped[key].view() for key in keys]
+            self._handed_out += map(weakref.ref, fresh)
+            entries = dict(zip(keys, map(from_array, fresh), strict=True))
+        else:
+            entries = {key: shaped[key] for key in keys}
+        if steps < self.steps:
+            time = len(self.batch_size)
+            entries = {key: tensor.narrow(time, 0, steps).contiguous() for key, tensor in entries.items()}
         if not self._is_on_cpu:  # an accelerator's allocator caches by itself
             self._take({key: torch.zeros_like(tensor) for key, tensor in self.tensors.items()})
         return entries
@@ -105,15 +112,15 @@ _slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
 """By the identity of their memory, which they hold."""
 
 
-@torch.inference_mode(False)  # batches are trained on, wherever they are asked for
-def batch_of(slot: Slot, keys: Iterable[Key], steps: int) -> TensorDictBase:
+def batch_of(slot: Slot, keys: Sequence[Key], steps: int) -> TensorDictBase:
     """The first `steps` steps of a slot as a batch `[*batch_size, steps]`, over its memory."""
-    return named_batch(slot.hand_out(keys, steps), (*slot.batch_size, steps))
+    with trainable():
+        return named_batch(slot.hand_out(keys, steps), (*slot.batch_size, steps))
 
 
 def named_batch(entries: Mapping[Key, Tensor], batch_size: tuple[int, ...]) -> TensorDictBase:
     """A batch whose last dimension is time."""
-    return TensorDict(nest(entries), batch_size=batch_size, names=[*(None,) * (len(batch_size) - 1), "time"])
+    return trusted(entries, batch_size, None, names=[*(None,) * (len(batch_size) - 1), "time"])
 
 
 class Arena:

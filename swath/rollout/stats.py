@@ -83,6 +83,10 @@ class EpisodeMeter:
     ) -> None:
         """Count a slot `[N, T]`; `real` tells frames from idle places, and `broken` where episodes were lost."""
         cut = done if broken is None else done | broken
+        if real is None and not cut.any():  # as most small batches: no need for the rest
+            self.returns += reward.sum(1, dtype=np.float64)
+            self.lengths += done.shape[1]
+            return
         counted = np.ones(done.shape, dtype=bool) if real is None else real
         begins = np.ones(done.shape, dtype=bool)
         begins[:, 1:] = cut[:, :-1]

@@ -40,6 +40,9 @@ class TrajectoryIds:
 
         New trajectories are numbered in the order in which they begin, lanes in order where they begin together.
         """
+        if not done.any():
+            out[:] = self.current[:, None]
+            return
         ends = np.cumsum(done, axis=1)
         before = ends - done  # how many trajectories of this lane have ended before each frame
         counts = ends[:, -1]
