@@ -2,6 +2,7 @@
 
 - No private attribute of another module's objects, and no private name imported from another module.
 - No class name and no file name twice in the library, apart from `SAME_NAMES`.
+- No tensor made where the user's default device would decide: `MAKERS` of torch are told where.
 - No file of the library over `LONGEST` lines; library and tests no longer than `SIZES`.
 """
 
@@ -33,6 +34,11 @@ THIRD_PARTY = {
 }
 """Private attributes of others that there is no public way to."""
 ALLOWED = {name for names in THIRD_PARTY.values() for name in names.split()}
+MAKERS = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones"),
+    *("rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
+}
+"""Functions of torch whose result lies on the process's default device if they are not told where."""
 Finding = tuple[Path, int, str]
 
 
@@ -88,6 +94,15 @@ def foreign_privates(path: Path, tree: ast.Module) -> Iterator[Finding]:
                     yield path, node.lineno, f"{alias.name} is private to {node.module}"
 
 
+def undecided_devices(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    """Tensors that are made without saying where."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)) if name in MAKERS:
+                if not any(keyword.arg == "device" for keyword in node.keywords):
+                    yield path, node.lineno, f"torch.{name} names no device: the user's default would decide"
+
+
 def repeated_names(places: dict[str, list[tuple[Path, int]]], what: str) -> Iterator[Finding]:
     """What exists more than once."""
     for name, where in places.items():
@@ -113,6 +128,7 @@ def findings(root: Path) -> Iterator[Finding]:
                 if isinstance(node, ast.ClassDef):
                     classes.setdefault(node.name, []).append((path, node.lineno))
             yield from foreign_privates(path, tree)
+            yield from undecided_devices(path, tree)
     yield from repeated_names(classes, "class")
     yield from repeated_names(files, "file")
 

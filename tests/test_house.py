@@ -69,6 +69,21 @@ def test_privates_of_another_module(tmp_path: Path, line: str, finding: str) -> 
     assert told(tmp_path, files) == (1, [f"swath/one.py:2: {finding}"])
 
 
+def test_tensors_made_where_nobody_says(tmp_path: Path) -> None:
+    lines = [
+        "torch.zeros(3)",
+        "x = torch.as_tensor(x)",
+        "torch.rand(2, device=d)",
+        "torch.ones_like(x)",
+        "x.new_zeros(3)",
+    ]
+    told_of = "names no device: the user's default would decide"
+    assert told(tmp_path, {"swath/one.py": "\n".join(lines), "tests/test_one.py": lines[0]}) == (
+        1,
+        [f"swath/one.py:1: torch.zeros {told_of}", f"swath/one.py:2: torch.as_tensor {told_of}"],
+    )
+
+
 def test_names_that_exist_twice(tmp_path: Path) -> None:
     files = {
         "swath/a/one.py": "class Same: ...\n",

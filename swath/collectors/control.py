@@ -126,8 +126,8 @@ class Control(ABC):
         else:
             if not shape and count == 1:
                 raise RuntimeError("reset(index) chooses among lanes, but this env has no batch dimension.")
-            picked = torch.as_tensor(index)
-            numbers = torch.arange(lanes * count)  # the workers' lanes one after the other
+            picked = torch.as_tensor(index, device="cpu")
+            numbers = torch.arange(lanes * count, device="cpu")  # the workers' lanes one after the other
             if picked.dtype == torch.bool and picked.numel() == numbers.numel():
                 picked = picked.reshape(-1)
             elif len(shape) > 1:

@@ -64,7 +64,7 @@ def _joined(parts: Sequence[Part], keys: Sequence[Key], how: int | str, marks_ga
     if all(part.slot is slot for part in parts):
         whole, rows = _taken(parts, keys), _rows_of(parts)
         if len(parts) < slot.batch_size[0]:  # a worker was dropped while its part was under way
-            whole = named(whole[torch.as_tensor(rows)])
+            whole = named(whole[torch.as_tensor(rows, device="cpu")])
         is_full = all(part.collected.steps == slot.steps for part in parts)
         if marks_gaps or not is_full:
             return _with_gaps(whole, parts, how)
@@ -98,8 +98,8 @@ def _with_gaps(whole: TensorDictBase, parts: Sequence[Part], how: int | str) -> 
     if how != STACK and (whole.ndim == 2 or how in (-1, whole.ndim - 2)):
         pieces = [piece[..., :count] for piece, count in zip(whole.unbind(0), steps, strict=True)]
         return named(torch.cat(pieces, int(how)))
-    time = torch.arange(whole.shape[-1])
-    here = time < torch.tensor(steps).view(-1, *(1,) * (whole.ndim - 1))  # [B, 1.., T]
+    time = torch.arange(whole.shape[-1], device="cpu")
+    here = time < torch.tensor(steps, device="cpu").view(-1, *(1,) * (whole.ndim - 1))  # [B, 1.., T]
     mask = here.expand(whole.shape).clone()
     if (idle := whole.get(MASK, None)) is not None:
         mask &= idle

@@ -160,7 +160,7 @@ def _read_back(words: Any, folder: Path) -> Any:
         dtype, shape = dtype_named(words["dtype"]), tuple(words["shape"])
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if not size:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         raw = np.memmap(folder / Path(words["tensor"]).name, np.uint8, "c", shape=(size,))
         return torch.from_numpy(raw).view(dtype).view(shape)
     if "dict" in words:

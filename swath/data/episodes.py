@@ -305,13 +305,13 @@ class Episodes:
 
 def padded(episodes: list[TensorDictBase]) -> TensorDict:
     """Episodes `[L]` as one `[N, longest]`: zeros behind each, ids -1 there, and a mask of what is real."""
-    lengths = torch.tensor([episode.shape[0] for episode in episodes])
+    lengths = torch.tensor([episode.shape[0] for episode in episodes], device="cpu")
     shape = (len(episodes), int(lengths.max()))
     entries: dict[Key, Tensor] = {}
     for key in episodes[0].keys(True, True):
         leaves = [episode.get(key) for episode in episodes]
         entries[as_key(key)] = pad_sequence(leaves, batch_first=True)
-    mask = torch.arange(shape[1]) < lengths[:, None]  # [N, longest]
+    mask = torch.arange(shape[1], device="cpu") < lengths[:, None]  # [N, longest]
     mask = mask.to(episodes[0].get((NEXT, DONE)).device)
     if TRAJ_IDS in entries:
         entries[TRAJ_IDS].masked_fill_(~mask, PADDING_ID)

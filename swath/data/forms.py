@@ -68,10 +68,10 @@ class TreeForm:
     def take_apart(self, data: Any) -> Entries:
         """The tensors in `data`, by their paths."""
         if self._shape is None:
-            return {WHOLE: torch.as_tensor(data)}
+            return {WHOLE: as_tensor(data)}
         if nesting(data) != self._shape:
             raise ValueError(f"The buffer holds data nested as {self._shape}, and was given {nesting(data)}.")
-        return {as_key(path): torch.as_tensor(leaf) for path, leaf in _leaves(data, ())}
+        return {as_key(path): as_tensor(leaf) for path, leaf in _leaves(data, ())}
 
     def put_together(self, entries: Entries, shape: Sequence[int]) -> Any:
         """The same nesting."""
@@ -127,6 +127,11 @@ def _inner_sizes(data: TensorDictBase, batch_dims: int) -> Inner:
     return {path: size for path, size in sizes.items() if size}
 
 
+def as_tensor(value: Any) -> Tensor:
+    """A tensor as it is; all else as one on the CPU, over the same memory if it is an array."""
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+
+
 def gathered(items: Any) -> Any:
     """One batch of a list of items, such as `[td, td]` or `[(x, y), (x, y)]`; a batch stays as it is."""
     return collated(items) if isinstance(items, list) and items else items
@@ -148,7 +153,7 @@ def collated(items: list[Any]) -> Any:
     if isinstance(first, Tensor) or is_tensorclass(first):
         return torch.stack(items, 0)
     if isinstance(first, np.ndarray | np.generic | int | float | bool):
-        return torch.as_tensor(np.stack([np.asarray(item) for item in items]))
+        return torch.as_tensor(np.stack([np.asarray(item) for item in items]), device="cpu")
     return items
 
 

@@ -177,7 +177,8 @@ class PrioritizedSampler(Sampler):
         total = self._tree.total
         if total <= 0.0:
             raise NothingToSampleError("The buffer is empty: there is nothing to sample.")
-        return self._tree.find(torch.rand(count, dtype=torch.float64, generator=generator).numpy() * total)
+        shares = torch.rand(count, dtype=torch.float64, generator=generator, device="cpu").numpy()
+        return self._tree.find(shares * total)
 
     def _weigh(self, priority: Any) -> Any:
         return (priority + self._eps) ** self._alpha

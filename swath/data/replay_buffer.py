@@ -17,11 +17,11 @@ from torch import Tensor
 
 from swath.data import checkpoints
 from swath.data.drawing import Drawer
-from swath.data.forms import Entries, Form, TensorDictForm
+from swath.data.forms import Entries, Form, TensorDictForm, as_tensor
 from swath.data.pacing import Feeder, RateLimiter
 from swath.data.prefetching import Prefetcher, Sampled
 from swath.data.samplers import RandomSampler, Sampler
-from swath.data.storages import ListStorage, Storage, as_tensor, created, positive
+from swath.data.storages import ListStorage, Storage, created, positive
 from swath.data.tensor_storages import TensorStorage
 from swath.data.transforms import InvertedTransform, TransformList
 from swath.data.writers import RoundRobinWriter, Writer
@@ -172,7 +172,7 @@ class ReplayBuffer:
         """
         storage = self._tensor_storage()
         if not shape[-1]:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         self._drawer.pace.await_insert(math.prod(shape), self.batch_size, stopping)
         with storage.ledger.writing:
             where = storage.write_entries(form or TensorDictForm(), entries, shape, seams, source)
@@ -227,7 +227,7 @@ class ReplayBuffer:
         With several dimensions, `index` is as `extend` or `sample` gave it, and `priority` has an element for each
         frame of it, or the shape of the batch that was written.
         """
-        values, ndim = torch.as_tensor(priority).detach().cpu().double(), self.storage.ndim
+        values, ndim = torch.as_tensor(priority, device="cpu").detach().double(), self.storage.ndim
         flat = self.storage.flat_index(index)
         if ndim > 1 and values.ndim >= ndim and math.prod(values.shape[:ndim]) == len(flat) != len(values):
             values = values.movedim(self.dim_extend, 0).flatten(0, ndim - 1)  # row by row, as the index is

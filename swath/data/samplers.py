@@ -35,8 +35,8 @@ class Draw:
         """The draw as plain tensors."""
         return {
             "index": torch.from_numpy(self.index),
-            "info": [[key, torch.as_tensor(value)] for key, value in self.info.items()],
-            "overrides": [[key, torch.as_tensor(value)] for key, value in self.overrides.items()],
+            "info": [[key, torch.as_tensor(value, device="cpu")] for key, value in self.info.items()],
+            "overrides": [[key, torch.as_tensor(value, device="cpu")] for key, value in self.overrides.items()],
             "ends_epoch": self.ends_epoch,
         }
 
@@ -130,7 +130,7 @@ class SamplerWithoutReplacement(Sampler):
         present = _present(contents)
         frames = np.sort(contents.positions(present) * contents.lanes + present // contents.capacity)
         if self.shuffle:
-            frames = frames[torch.randperm(len(frames), generator=generator).numpy()]
+            frames = frames[torch.randperm(len(frames), generator=generator, device="cpu").numpy()]
         self._left, self._seen_end = frames, contents.end
 
     @property
@@ -154,7 +154,7 @@ class SamplerWithoutReplacement(Sampler):
 
 def _uniform(contents: Contents, count: int, generator: torch.Generator | None) -> np.ndarray:
     """Frames with equal chances, there or not."""
-    frames = torch.randint(contents.rows * contents.lanes, (count,), generator=generator).numpy()
+    frames = torch.randint(contents.rows * contents.lanes, (count,), generator=generator, device="cpu").numpy()
     if contents.lanes == 1:
         return contents.index(frames + contents.first)
     return contents.index(frames // contents.lanes + contents.first, frames % contents.lanes)
@@ -167,7 +167,8 @@ def _replaced(contents: Contents, index: np.ndarray, generator: torch.Generator 
         present = _present(contents)
         if not len(present):
             raise NothingToSampleError("All frames of the buffer are just being written.")
-        index[missing] = present[torch.randint(len(present), (int(missing.sum()),), generator=generator).numpy()]
+        chosen = torch.randint(len(present), (int(missing.sum()),), generator=generator, device="cpu")
+        index[missing] = present[chosen.numpy()]
     return index
 
 

@@ -189,7 +189,7 @@ class SliceSampler(Sampler):
         self, contents: Contents, runs: FrameRuns, count: int, length: int, generator: torch.Generator | None
     ) -> FrameRuns:
         """The runs of which there shall be a slice each."""
-        return runs[torch.randint(len(runs), (count,), generator=generator).numpy()]
+        return runs[torch.randint(len(runs), (count,), generator=generator, device="cpu").numpy()]
 
     def _start_over(self) -> None:
         """FrameRuns that were found before are not valid any more."""
@@ -199,7 +199,7 @@ class SliceSampler(Sampler):
         lengths = np.minimum(runs.length, length)
         left, right = (lengths - 1 if side is True else np.minimum(lengths - 1, side) for side in self.span)
         places = runs.length - lengths + 1 + left + right
-        chance = torch.rand(len(runs), dtype=torch.float64, generator=generator).numpy()
+        chance = torch.rand(len(runs), dtype=torch.float64, generator=generator, device="cpu").numpy()
         # The product may be rounded up to what it must stay below.
         start = np.minimum((chance * places).astype(np.int64), places - 1) - left
         stop = np.minimum(start + lengths, runs.length)
@@ -319,7 +319,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
 
     def _ordered(self, runs: FrameRuns, generator: torch.Generator | None) -> FrameRuns:
         if self.shuffle:
-            return runs[torch.randperm(len(runs), generator=generator).numpy()]
+            return runs[torch.randperm(len(runs), generator=generator, device="cpu").numpy()]
         return runs[np.lexsort((runs.lane, runs.begin))]
 
 

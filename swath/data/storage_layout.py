@@ -74,9 +74,9 @@ class StorageLayout:
     def flat_index(self, public: Any) -> np.ndarray:
         """The reverse of `public_index`, flat; `[..., ndim]` will do as well as a tuple."""
         if not self.dims:
-            return np.asarray(torch.as_tensor(public).cpu().reshape(-1), np.int64)
+            return np.asarray(torch.as_tensor(public, device="cpu").reshape(-1), np.int64)
         if not isinstance(public, tuple):
-            public = torch.as_tensor(public).cpu().reshape(-1, len(self.dims) + 1).unbind(1)
+            public = torch.as_tensor(public, device="cpu").reshape(-1, len(self.dims) + 1).unbind(1)
         rows, *lanes = (np.asarray(part) for part in public)
         return np.asarray(np.ravel_multi_index(tuple(lanes), self.dims) * self.rows + rows)
 

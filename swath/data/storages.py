@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
 
 from swath.data.contents import Contents
-from swath.data.forms import collated
+from swath.data.forms import as_tensor, collated
 from swath.data.ledger import Ledger
 from swath.keys import Key
 
@@ -88,7 +87,7 @@ class Storage(ABC):
 
     def flat_index(self, public: Any) -> np.ndarray:
         """The reverse of `public_index`."""
-        return np.asarray(torch.as_tensor(public).cpu().reshape(-1), np.int64)
+        return np.asarray(torch.as_tensor(public, device="cpu").reshape(-1), np.int64)
 
     @abstractmethod
     def get(self, index: Any, dim: int | None = None) -> Any:
@@ -209,12 +208,12 @@ class ListStorage(Storage):
 
     def get(self, index: Any, dim: int | None = None, collate: Collate | None = None) -> Any:
         """One item (itself, not a copy), or a batch of several, as `collate` makes it."""
-        chosen = torch.arange(self.rows_used)[index]
+        chosen = torch.arange(self.rows_used, device="cpu")[index]
         return self.items[int(chosen)] if chosen.ndim == 0 else self.read(chosen.reshape(-1).numpy(), {}, collate)
 
     def set(self, index: Any, data: Any, dim: int | None = None) -> None:
         """Put other items in the place of some."""
-        chosen = torch.arange(self.rows_used)[index]
+        chosen = torch.arange(self.rows_used, device="cpu")[index]
         items = [data] if chosen.ndim == 0 else list(data)
         if len(items) != chosen.numel():
             raise ValueError(f"{len(items)} items were given for {chosen.numel()} places.")
@@ -225,13 +224,8 @@ class ListStorage(Storage):
     def entry(self, key: Key, index: np.ndarray) -> np.ndarray:
         """The entry `key` of the items at `index`, which are looked at one by one; of places not used, the first's."""
         used = [self.items[at if at < len(self.items) else 0] for at in index.reshape(-1).tolist()]
-        entries = np.stack([torch.as_tensor(item[key]).numpy() for item in used])
+        entries = np.stack([as_tensor(item[key]).numpy() for item in used])
         return entries.reshape(*index.shape, *entries.shape[1:])
-
-
-def as_tensor(value: Any) -> Tensor:
-    """`value` as a tensor, over the same memory if it is an array."""
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else torch.as_tensor(value)
 
 
 def created(name: str, given: Any, kind: type[Any], default: Callable[[], Any]) -> Any:

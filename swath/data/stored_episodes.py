@@ -62,7 +62,7 @@ def episodes_of(
     """
     episodes = Episodes(keep_headless=keep_headless, keep_unfinished=keep_unfinished, copies=False)
     if fetch is not None:
-        frames = frames.clone(recurse=False).set(PLACE, torch.arange(len(frames)))
+        frames = frames.clone(recurse=False).set(PLACE, torch.arange(len(frames), device="cpu"))
     rows = frames.unsqueeze(0)
     episodes.join(rows, *cut_into_pieces(rows, None if seams is None else np.asarray(seams)[None], whole=whole))
     episodes.drop()

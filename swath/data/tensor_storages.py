@@ -15,10 +15,10 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from swath.data.contents import EMPTY
-from swath.data.forms import Entries, Form, TensorDictForm, form_of, gathered
+from swath.data.forms import Entries, Form, TensorDictForm, as_tensor, form_of, gathered
 from swath.data.ledger import SIZE, Ledger
 from swath.data.storage_layout import StorageLayout
-from swath.data.storages import Collate, Storage, as_tensor
+from swath.data.storages import Collate, Storage
 from swath.data.stored_episodes import episodes_in
 from swath.errors import NothingToSampleError, ShapeError, check_foreign_arguments
 from swath.keys import Key, as_key
@@ -193,7 +193,7 @@ class TensorStorage(Storage):
     def _chosen(self, index: Any, dim: int | None) -> Tensor:
         """The frames at `index` among all rows that are used, in any shape; `dim` is that of time."""
         layout = self._known_layout()
-        grid = torch.arange(layout.frames).view(*layout.dims, layout.rows)[..., : self.rows_used]
+        grid = torch.arange(layout.frames, device="cpu").view(*layout.dims, layout.rows)[..., : self.rows_used]
         return grid.movedim(-1, -1 if dim is None else dim)[index]
 
     def get(self, index: Any, dim: int | None = None) -> Any:

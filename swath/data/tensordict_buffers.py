@@ -60,7 +60,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if data.ndim > 1:  # each frame is a batch itself, all of which has one index
             index = index.flatten(1, data.ndim - 1)[:, 0]
         if priority is None:
-            priority = torch.tensor(self.sampler.default_priority)
+            priority = torch.tensor(self.sampler.default_priority, device="cpu")
         self.update_priority(index, priority)
 
     def _completed(self, batch: Any, info: dict[Any, Any]) -> Any:

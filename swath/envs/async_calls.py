@@ -69,7 +69,7 @@ class AsyncCalls(JoinedEnv):
         """
         envs = self._envs(env_ids, None)
         given = action if isinstance(action, Mapping | TensorDictBase) else {self.action_key: action}
-        actions = {key: torch.as_tensor(given[key]) for key in self.action_keys}
+        actions = {key: torch.as_tensor(given[key], device="cpu") for key in self.action_keys}
         self.begin_call(SEND_CALL, envs, STEP_AND_BEGIN, actions)
 
     def recv(self, min_ready: int = 1, max_ready: int | None = None, timeout: float | None = None) -> TensorDict:
@@ -186,7 +186,7 @@ class AsyncCalls(JoinedEnv):
             self.reset_into(lanes[over].tolist(), out)  # they have begun by themselves: this copies
         root = self._rows_of(envs, self.observation_keys)
         shape = (len(envs), *self.batch_size[1:], 1)
-        root |= {key: torch.zeros(shape, dtype=torch.bool) for key in FLAGS}
+        root |= {key: torch.zeros(shape, dtype=torch.bool, device="cpu") for key in FLAGS}
         found = self._dict(root, envs).set(ENV_INDEX, self._index(envs))
         return found, torch.from_numpy(begins).view(shape)
 
@@ -200,7 +200,7 @@ class AsyncCalls(JoinedEnv):
 
     def _index(self, envs: list[int]) -> Tensor:
         size = (len(envs), *self.batch_size[1:])
-        index = torch.tensor(envs, dtype=torch.int64, device=self.device)
+        index = torch.tensor(envs, dtype=torch.int64, device=self.device or "cpu")
         return index.view(-1, *[1] * (len(size) - 1)).expand(size).contiguous()
 
 

@@ -132,10 +132,10 @@ class EnvBase:
 
     def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
         """Begin a new episode in each of `lanes` and write its first observation into `out`."""
-        index = torch.as_tensor(list(lanes), device=self.rows_device)
+        index = torch.as_tensor(list(lanes), device=self.rows_device or CPU)
         request = TensorDict({}, batch_size=self.batch_size)
         if len(lanes) < self.num_lanes:
-            mask = torch.zeros(self.num_lanes, dtype=torch.bool, device=self.rows_device)
+            mask = torch.zeros(self.num_lanes, dtype=torch.bool, device=self.rows_device or CPU)
             mask[index] = True
             seen: dict[Key, Tensor] = {key: out.tensors[key].clone() for key in self.observation_keys}
             seen[RESET] = mask.view(*self.batch_size, 1)
@@ -422,7 +422,7 @@ class EnvBase:
         return rows
 
     def _zeros(self, leaf: Leaf) -> Tensor:
-        return torch.zeros((*self.batch_size, *leaf.shape), dtype=leaf.dtype, device=self.device)
+        return torch.zeros((*self.batch_size, *leaf.shape), dtype=leaf.dtype, device=self.device or CPU)
 
     def _no_flags(self) -> dict[Key, Tensor]:
         if self.device is not None and self.device != CPU:

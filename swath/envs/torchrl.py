@@ -53,7 +53,7 @@ class SpecActions(ActionCodec):
         """Random actions `[T, N, ...]`."""
         with torch.random.fork_rng(enabled=generator is not None):
             if generator is not None:
-                torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
+                torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device="cpu")))
             drawn = self._lane_spec.expand(steps, lanes).rand()
         return {key: drawn.get(key).reshape(steps, lanes, *leaf.shape).to(leaf.dtype) for key, leaf in leaves.items()}
 
@@ -104,7 +104,7 @@ class TorchRLEnv(EnvBase):
         if self._root is None or len(lanes) == self.num_lanes:
             self._root = self.env.reset()
         else:
-            mask = torch.zeros(self.num_lanes, dtype=torch.bool, device=self.device)
+            mask = torch.zeros(self.num_lanes, dtype=torch.bool, device=self.device or "cpu")
             mask[list(lanes)] = True
             self._root.set(RESET, mask.view(*self.batch_size, 1))
             self._root = self.env.reset(self._root)

@@ -75,7 +75,7 @@ class InferenceLoop:
         self._groups: dict[Leaves, object] = {}
         self._forwards: dict[tuple[object, InteractionType | None], Forward] = {}
         # Torch's own generator is the trainer's, if it is in the same process.
-        self._generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+        self._generator = torch.Generator().manual_seed(int(torch.randint(2**62, (), device="cpu")))
         self._pending: deque[Request] = deque()
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._added: deque[Connection] = deque()

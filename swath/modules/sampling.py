@@ -146,7 +146,8 @@ class NormalStage(SamplingStage):
             self._half[:] = (high - low) / 2
             self._middle[:] = (high + low) / 2
         if not self._greedy:
-            self._noise = torch.randn(steps, *self._action.shape, generator=generator, device="cpu").numpy()
+            shape = (steps, *self._action.shape)
+            self._noise = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").numpy()
 
     def _act(self, params: list[np.ndarray], noise: np.ndarray | None, action: np.ndarray) -> None:
         loc, scale, edge, other_edge, half, middle = params
@@ -261,7 +262,8 @@ def _family_of(kind: Any) -> Family | None:
 def _interval(kwargs: Any) -> tuple[Tensor, Tensor]:
     """The ends between which TanhNormal squashes, as they are now."""
     given = {} if kwargs is None else kwargs
-    low, high = (torch.as_tensor(given.get(*end)).detach().float().cpu() for end in (("low", -1.0), ("high", 1.0)))
+    ends = (given.get("low", -1.0), given.get("high", 1.0))
+    low, high = (torch.as_tensor(end, device="cpu").detach().float() for end in ends)
     return low, high
 
 

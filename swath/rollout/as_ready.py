@@ -184,7 +184,7 @@ class AsReadyLoop(RolloutLoop):
             column = slot.columns[key]
             column[:, :steps] = flat[key][order].reshape(slot.lanes, steps, *column.shape[2:])
         slot.columns[ENV_INDEX][:, :steps] = (lane_of[order] // self.env.lanes_per_env).reshape(slot.lanes, steps)
-        self._new = torch.zeros(slot.lanes, slot.steps, dtype=torch.bool)
+        self._new = torch.zeros(slot.lanes, slot.steps, dtype=torch.bool, device="cpu")
         self._new[:, :steps] = torch.from_numpy(is_new[order]).view(slot.lanes, steps)
         self._places = np.arange(max(1, counts.max())) < counts[:, None]  # [N, T]
         self._ends = np.cumsum(counts)[counts > 0] - 1

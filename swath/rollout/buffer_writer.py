@@ -115,7 +115,8 @@ class BufferWriter:
         lanes = math.prod(self._lanes)
         if lanes == 1:
             return None
-        real = torch.ones((lanes, steps), dtype=torch.bool) if mask is None else mask.reshape(lanes, steps)
+        mask = torch.ones((lanes, steps), dtype=torch.bool, device="cpu") if mask is None else mask
+        real = mask.reshape(lanes, steps)
         first = (real.cumsum(1) == 1) & real
         return np.asarray(first[real].cpu().numpy())[None]
 

@@ -328,7 +328,7 @@ class RolloutLoop:
             if least == least or key in self._warned:
                 continue
             self._warned.add(key)
-            found = torch.as_tensor(column).reshape(*column.shape[:2], -1).isnan().any(-1).cpu().numpy()
+            found = torch.as_tensor(column, device="cpu").reshape(*column.shape[:2], -1).isnan().any(-1).numpy()
             lane = int(np.flatnonzero(self._by_lane(found).any(1))[0])
             warnings.warn(
                 f"The env of lane {lane} ({self.env!r}) produced NaN in {key!r}. It is delivered as it is, and this "

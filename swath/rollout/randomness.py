@@ -35,7 +35,7 @@ class Randomness:
         """From now on leave torch's default generator alone; see above."""
         self._lends = False
         if self.generator is None:
-            self.generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+            self.generator = torch.Generator().manual_seed(int(torch.randint(2**62, (), device="cpu")))
 
     def seed(self, seed: int, worker: int = 0) -> None:
         """Begin a stream of our own."""

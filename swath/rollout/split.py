@@ -56,8 +56,9 @@ def split_trajectories(
     flat = rollout.reshape(-1)
     if as_nested:
         return _nested(flat, starts, lengths)
-    mask = torch.arange(lengths.max(initial=0)) < torch.from_numpy(lengths)[:, None]  # [trajectories, longest]
-    index = torch.zeros(mask.shape, dtype=torch.int64)
+    times = torch.arange(lengths.max(initial=0), device="cpu")
+    mask = times < torch.from_numpy(lengths)[:, None]  # [trajectories, longest]
+    index = torch.zeros(mask.shape, dtype=torch.int64, device="cpu")
     index[mask] = torch.from_numpy(_ranges(starts, lengths))
     mask, index = mask.to(ids.device), index.to(ids.device)
     split = flat[index.reshape(-1)].reshape(*mask.shape)

@@ -63,7 +63,7 @@ class Columns:
         with torch.inference_mode(False):  # ordinary tensors, in whichever mode the caller runs
             if block is None:
                 self.tensors = {
-                    key: torch.zeros((*self.shape, *leaf.shape), dtype=leaf.dtype, device=device)
+                    key: torch.zeros((*self.shape, *leaf.shape), dtype=leaf.dtype, device=device or "cpu")
                     for key, leaf in self.leaves.items()
                 }
             else:
@@ -75,7 +75,8 @@ class Columns:
             leaf = self.leaves[key]
             shape = (*self.shape, *leaf.shape)
             raw = torch.from_numpy(block.array((math.prod(shape) * leaf.dtype.itemsize,), np.uint8, begin))
-            tensors[key] = raw.view(leaf.dtype).view(shape) if raw.numel() else torch.empty(shape, dtype=leaf.dtype)
+            empty = torch.empty(0, dtype=leaf.dtype, device="cpu")
+            tensors[key] = raw.view(leaf.dtype).view(shape) if raw.numel() else empty.view(shape)
         return tensors
 
     @classmethod

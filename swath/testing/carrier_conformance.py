@@ -208,9 +208,9 @@ class CarrierConformance:
         store = self.carrier.open_snapshots(WEIGHTS)
         self.carrier.subscribe(0, TOPIC, store)
         assert self._ask(0, "weights") == {}
-        store.publish({"first": torch.ones(5000), "extra": "one"}, 1)
+        store.publish({"first": torch.ones(5000, device="cpu"), "extra": "one"}, 1)
         assert self._ask(0, "weights") == {"first": [1.0], "extra": "one"}
-        store.publish({"second": torch.zeros(5000)}, 4)
+        store.publish({"second": torch.zeros(5000, device="cpu")}, 4)
         self.carrier.subscribe(1, TOPIC, store)
         for index in (0, 1):
             assert self._ask(index, "weights") == {"first": [1.0], "second": [0.0], "extra": "one"}
@@ -224,7 +224,8 @@ class CarrierConformance:
         ticket = self._order(0, Trial(ENDLESS))
         self.carrier.stop(1)
         for version in range(200):
-            store.publish(dict.fromkeys(("first", "second"), torch.full((5000,), float(version))), version)
+            values = torch.full((5000,), float(version), device="cpu")
+            store.publish(dict.fromkeys(("first", "second"), values), version)
         self.carrier.interrupt(0)
         finished = self._hear(0, Finished, ticket)[-1]
         assert isinstance(finished, Finished)

@@ -172,7 +172,7 @@ class CollectorConformance:
             5,
             frames_per_batch=5,
             total_frames=10,
-            postproc=lambda batch: batch.set("seen", torch.ones(*batch.shape, 1)),
+            postproc=lambda batch: batch.set("seen", torch.ones(*batch.shape, 1, device="cpu")),
             pre_collect_hook=lambda: note("pre"),
             post_collect_hook=lambda batch: note(f"post {batch.shape[-1]}"),
         )
@@ -226,7 +226,7 @@ class CollectorConformance:
             assert (batch.get("action") == version.reshape(*batch.shape, 1)).all()
             older = published - int(version.reshape(-1)[0])
             assert 0 <= older <= self.batches_ahead
-            collector.update_policy_weights_({"module.bias": torch.full((2,), published + 1.0)})
+            collector.update_policy_weights_({"module.bias": torch.full((2,), published + 1.0, device="cpu")})
         assert collector.stats()["policy_version"] == 6
 
     def test_state_can_be_saved(self, make: Make) -> None:

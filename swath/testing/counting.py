@@ -161,15 +161,15 @@ class CountingEnv(EnvBase):
     ) -> None:
         super().__init__(counting_space(kind), gs.Discrete(2), batch_size=batch_size)
         self.lengths, self.kind, self.truncate = lengths, kind, truncate
-        self._episode = torch.full((self.num_lanes,), -1)
-        self._count = torch.zeros(self.num_lanes, dtype=torch.int64)
+        self._episode = torch.full((self.num_lanes,), -1, device="cpu")
+        self._count = torch.zeros(self.num_lanes, dtype=torch.int64, device="cpu")
 
     @property
     def _lanes(self) -> range:
         return range(self.first_lane, self.first_lane + self.num_lanes)
 
     def _observe(self) -> dict[str, Any]:
-        numbers = torch.stack([torch.tensor(self._lanes), self._episode, self._count], -1)
+        numbers = torch.stack([torch.tensor(self._lanes, device="cpu"), self._episode, self._count], -1)
         seen = counting_observation(numbers.view(*self.batch_size, 3).numpy(), self.kind)
         if self.kind == "dict":
             inner = {"step": torch.from_numpy(seen["inner"]["step"])}
@@ -186,7 +186,7 @@ class CountingEnv(EnvBase):
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         self._count += 1
         lengths = [length_of(self.lengths, lane, int(n)) for lane, n in zip(self._lanes, self._episode, strict=True)]
-        over = (self._count >= torch.tensor(lengths)).view(*self.batch_size, 1)
+        over = (self._count >= torch.tensor(lengths, device="cpu")).view(*self.batch_size, 1)
         flags = {TERMINATED: over & (not self.truncate), TRUNCATED: over & self.truncate}
         reward = self._count.float().view(*self.batch_size, 1)
         return TensorDict({**self._observe(), REWARD: reward, **flags}, batch_size=self.batch_size)

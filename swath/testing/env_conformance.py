@@ -86,7 +86,7 @@ class EnvConformance:
         if env.num_lanes < 2:
             pytest.skip("one lane")
         td = env.step(env.rand_action(env.reset())).get(NEXT).clone()
-        chosen = torch.zeros(env.num_lanes, 1, dtype=torch.bool)
+        chosen = torch.zeros(env.num_lanes, 1, dtype=torch.bool, device="cpu")
         chosen[0] = True
         td.set(RESET, chosen.view(*env.batch_size, 1))
         after_reset = env.reset(td)
@@ -130,7 +130,7 @@ class EnvConformance:
         drawn = env.actions.draw(env.actions.leaves, steps, env.num_lanes, generator)
         behind, turns = everyone * steps, list[list[int]]([[]])
         while behind:
-            chosen = torch.randperm(len(behind), generator=generator)[:3].tolist()
+            chosen = torch.randperm(len(behind), generator=generator, device="cpu")[:3].tolist()
             turns.append(list({behind[place] for place in chosen}))
             for lane in turns[-1]:
                 behind.remove(lane)

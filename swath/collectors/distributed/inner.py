@@ -268,7 +268,7 @@ class InnerCollector(MultiCollector):
     def reset(self, index: Any = None, **chosen: Any) -> None:
         """Begin new episodes, in all lanes or in these: those of the workers one after the other."""
         if index is not None:
-            mask = torch.zeros(math.prod(self.describe().env_size), dtype=torch.bool)
+            mask = torch.zeros(math.prod(self.describe().env_size), dtype=torch.bool, device="cpu")
             mask[list(index)] = True
             index = None if mask.all() else mask
         super().reset(index, **chosen)
