@@ -297,9 +297,9 @@ class ReplayBuffer:
         return self.storage.write_count
 
     def stats(self) -> dict[str, int]:
-        """Frames held, written, sampled (where a rate limiter counts them), and lost with writers that died."""
+        """Frames held, written, sampled, and lost with writers that died."""
         ledger = self.storage.ledger
-        return {"frames": len(self), "written": self.write_count, "sampled": ledger.sampled, "lost": ledger.lost}
+        return {"frames": len(self), "written": self.write_count, "sampled": ledger.delivered, "lost": ledger.lost}
 
     def __getitem__(self, index: Any) -> Any:
         """Copies of frames by where they lie: a number, a slice, numbers, a mask; or an entry of all, by its key."""
