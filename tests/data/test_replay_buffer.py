@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import sys
 import threading
 from collections import deque
@@ -23,12 +24,14 @@ from swath.data import (
     LazyTensorStorage,
     ListStorage,
     NothingToSampleError,
+    PrioritizedReplayBuffer,
     RandomSampler,
     ReplayBuffer,
     RoundRobinWriter,
     Sampler,
     SamplerWithoutReplacement,
     Storage,
+    TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
 from swath.errors import ShapeError
@@ -829,3 +832,15 @@ def test_what_is_sampled_is_counted_without_a_rate_limiter(shared: bool, prefetc
     twin.empty()
     assert twin.stats()["sampled"] == 0
     buffer.shutdown()
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer, PrioritizedReplayBuffer])
+def test_a_size_in_the_place_of_a_storage_is_answered_with_the_line_to_write(kind: type[ReplayBuffer]) -> None:
+    options = {"alpha": 1.0, "beta": 1.0} if kind is PrioritizedReplayBuffer else {}
+    line = re.escape("storage=LazyTensorStorage(1000)")
+    with pytest.raises(TypeError, match=rf"Write {kind.__name__}\({line}\)"):
+        kind(1000, **options)
+    with pytest.raises(TypeError, match=f"storage must .* got 1000. Write {line}"):
+        kind(storage=1000, **options)
+    with pytest.raises(TypeError, match=r"by name.*storage=\.\.\."):
+        kind(LazyTensorStorage(10), **options)
