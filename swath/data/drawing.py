@@ -77,6 +77,8 @@ class Drawer:
                     if is_ahead:
                         self._undelivered.append(draw)
                 pace.drew(size, len(draw.index))
+                if not is_ahead:
+                    pace.delivered(len(draw.index))
                 return draw, data
             except NothingToSampleError as error:
                 pace.drew(size, 0)
@@ -140,6 +142,7 @@ class Drawer:
         """`draw`, which was made ahead, goes to the user now."""
         with self.lock:
             self._undelivered = [each for each in self._undelivered if each is not draw]
+        self.pace.delivered(len(draw.index))
 
     def put_back(self) -> None:
         """What was drawn ahead will not be delivered from there: it comes with the next draws."""

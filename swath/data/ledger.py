@@ -37,7 +37,7 @@ WRITERS = 256
 NOBODY = 0
 HEAD, ORIGIN, LOST, HOLES, SAMPLED, WANTED, STARVED, ENROLLED, LAYOUT, EDITS, FORMER = range(11)
 COUNTERS = 16
-SIZE = COUNTERS + 5 * WRITERS
+SIZE = COUNTERS + 6 * WRITERS
 """How many 64-bit numbers a ledger needs."""
 SLOW_NS = 500_000_000
 """A writer that takes longer than this may be dead, and is no longer waited for by readers."""
@@ -68,7 +68,7 @@ class Ledger:
     holes = _Counter(HOLES)
     """How many rows that should hold something do not, because a writer died."""
     sampled = _Counter(SAMPLED)
-    """How many frames were ever sampled."""
+    """How many frames were ever sampled, as far as a rate limiter counts them; see `delivered`."""
     wanted = _Counter(WANTED)
     """How many frames a sampler last waited for at once."""
     is_starved = _Counter(STARVED)
@@ -86,18 +86,20 @@ class Ledger:
         """Under it, nobody reserves rows."""
         self.writing = threading.RLock()
         """Held by the one thread of this process that writes: all its threads note what they write in one place."""
+        self._counting = threading.Lock()
         self._slot: int | None = None
         self._slot_owner = 0
         self.capacity = 0
         self.lanes = 1
         self.stamps = np.empty(0, np.int64)
-        # The table of writers: who each is, which positions it is writing (none if both are equal), and since when.
-        table = self.numbers[COUNTERS:].reshape(5, WRITERS)
-        self._pids, self._births, self._begins, self._ends, self._since = table
+        # The table of writers: who each is, which positions it is writing (none if both are equal), and since when. The
+        # last is what it has sampled, which stays when another takes its place.
+        table = self.numbers[COUNTERS:].reshape(6, WRITERS)
+        self._pids, self._births, self._begins, self._ends, self._since, self._samples = table
 
     def renew_lock(self) -> None:
         """In a forked child: a lock that another thread held when the process was forked would stay held for ever."""
-        self.writing = threading.RLock()
+        self.writing, self._counting = threading.RLock(), threading.Lock()
         if self._is_local:
             self.lock = threading.RLock()
 
@@ -138,6 +140,20 @@ class Ledger:
         """Count `frames` that were sampled."""
         with self.lock:
             self.sampled += frames
+
+    def note_samples(self, frames: int) -> None:
+        """The same where nobody is held to the count: in this process's place, without the lock that savers hold."""
+        slot = self._slot
+        if slot is None or self._slot_owner != os.getpid():
+            with self.lock:
+                slot = self._own_slot()
+        with self._counting:
+            self._samples[slot] += frames
+
+    @property
+    def delivered(self) -> int:
+        """How many frames were ever sampled, whichever way they were counted."""
+        return self.sampled + int(self._samples.sum())
 
     def enrol(self) -> int:
         """A number for one who is going to write, which nobody else has."""
@@ -321,25 +337,26 @@ class Ledger:
         self.numbers[[ORIGIN, HEAD]] = head
         self.numbers[[LOST, HOLES, STARVED]] = 0
         if not keep_count:
-            self.sampled = 0
+            self.sampled = self._samples[:] = 0
 
     # -- state -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, int]:
         """The counters. Only while nobody writes."""
-        return {name: int(self.numbers[at]) for name, at in _SAVED.items()}
+        return {name: int(self.numbers[at]) for name, at in _SAVED.items()} | {"sampled": self.delivered}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on with saved counters. Only while nobody writes."""
         for name, at in _SAVED.items():
             self.numbers[at] = state[name]
+        self._samples[:] = 0
         self.is_starved = False
         self.edits += 1
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy for another buffer, in one process, to which nobody writes. What is shared travels as its memory."""
         numbers = self.numbers.copy()
-        numbers[COUNTERS:] = 0
+        numbers[COUNTERS:], numbers[SAMPLED] = 0, self.delivered
         return _copied, (numbers, self.stamps.copy(), self.lanes)
 
 

@@ -136,6 +136,11 @@ class Pace:
                 ledger.is_starved = not drawn
             self.notify()
 
+    def delivered(self, frames: int) -> None:
+        """So many frames went to the user; a rate limiter has counted them already, when it let them be drawn."""
+        if self._limiter is None:
+            self._storage.ledger.note_samples(frames)
+
     def notify(self) -> None:
         """Wake the threads of this process that wait: something has changed."""
         if self._listeners:

@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from swath.data.forms import Entries, Form, TensorDictForm, as_tensor
 from swath.data.pacing import Feeder, RateLimiter
 from swath.data.prefetching import Prefetcher, Sampled
 from swath.data.samplers import RandomSampler, Sampler
-from swath.data.storages import ListStorage, Storage, created, positive
+from swath.data.storages import ListStorage, Storage, created, positive, refuse_misplaced
 from swath.data.tensor_storages import TensorStorage
 from swath.data.transforms import InvertedTransform, TransformList
 from swath.data.writers import RoundRobinWriter, Writer
@@ -55,7 +55,7 @@ class ReplayBuffer:
 
     def __init__(
         self,
-        *,
+        *misplaced: NoReturn,
         storage: Storage | Callable[[], Storage] | None = None,
         sampler: Sampler | Callable[[], Sampler] | None = None,
         writer: Writer | Callable[[], Writer] | None = None,
@@ -72,6 +72,7 @@ class ReplayBuffer:
         compilable: Any = None,
         delayed_init: Any = None,
     ) -> None:
+        refuse_misplaced(type(self).__name__, misplaced)
         if transform is not None and transform_factory is not None:
             raise TypeError("Give either transform or transform_factory, not both.")
         self.storage: Storage = created("storage", storage, Storage, lambda: ListStorage(DEFAULT_SIZE))
@@ -297,9 +298,9 @@ class ReplayBuffer:
         return self.storage.write_count
 
     def stats(self) -> dict[str, int]:
-        """Frames held, written, sampled (where a rate limiter counts them), and lost with writers that died."""
+        """Frames held, written, sampled, and lost with writers that died."""
         ledger = self.storage.ledger
-        return {"frames": len(self), "written": self.write_count, "sampled": ledger.sampled, "lost": ledger.lost}
+        return {"frames": len(self), "written": self.write_count, "sampled": ledger.delivered, "lost": ledger.lost}
 
     def __getitem__(self, index: Any) -> Any:
         """Copies of frames by where they lie: a number, a slice, numbers, a mask; or an entry of all, by its key."""

@@ -234,8 +234,25 @@ def created(name: str, given: Any, kind: type[Any], default: Callable[[], Any]) 
         return default()
     result = given() if callable(given) and not isinstance(given, kind) else given
     if not isinstance(result, kind):
-        raise TypeError(f"{name} must be a {kind.__name__} or a function that makes one, got {given!r}.")
+        cure = f" Write {_spelled(given)}." if kind is Storage else ""
+        raise TypeError(f"{name} must be a {kind.__name__} or a function that makes one, got {given!r}.{cure}")
     return result
+
+
+def refuse_misplaced(owner: str, misplaced: Sequence[Any]) -> None:
+    """Raise if arguments were given by their place: the first is most often the storage, or its size."""
+    if misplaced:
+        raise TypeError(
+            f"{owner} takes all arguments by name, and was given {misplaced[0]!r} without one. Write "
+            f"{owner}({_spelled(misplaced[0])})."
+        )
+
+
+def _spelled(storage: Any) -> str:
+    """How something that was given as a storage should be given."""
+    if isinstance(storage, int):
+        return f"storage=LazyTensorStorage({storage})"
+    return "storage=..." if isinstance(storage, Storage) else "storage=LazyTensorStorage(max_size)"
 
 
 def positive(name: str, value: Any) -> int:

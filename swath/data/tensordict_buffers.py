@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -28,8 +28,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
         options: see `ReplayBuffer`.
     """
 
-    def __init__(self, *, priority_key: Any = "td_error", **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *misplaced: NoReturn, priority_key: Any = "td_error", **options: Any) -> None:
+        super().__init__(*misplaced, **options)
         self.priority_key = as_key(priority_key)
 
     def add(self, data: Any) -> Any:
@@ -51,7 +51,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
         return index
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Sample the frames of `data`, a batch of this buffer, by the priorities in it."""
+        """Sample the frames of `data`, a batch of this buffer, by the priorities in it.
+
+        Without effect for samplers that have no priorities.
+        """
         if not isinstance(self.sampler, PrioritizedSampler):
             return
         index, priority = data.get(INDEX, None), data.get(self.priority_key, None)
@@ -60,7 +63,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if data.ndim > 1:  # each frame is a batch itself, all of which has one index
             index = index.flatten(1, data.ndim - 1)[:, 0]
         if priority is None:
-            priority = torch.tensor(self.sampler.default_priority, device="cpu")
+            raise KeyError(
+                f"The batch has no {self.priority_key!r}, by which its frames are to be sampled: write "
+                f"batch[{self.priority_key!r}] = ... before, or name another entry with priority_key=."
+            )
         self.update_priority(index, priority)
 
     def _completed(self, batch: Any, info: dict[Any, Any]) -> Any:
@@ -87,7 +93,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     def __init__(
         self,
-        *,
+        *misplaced: NoReturn,
         alpha: float,
         beta: float,
         eps: float = 1e-8,
@@ -99,7 +105,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     ) -> None:
         kept: Storage = created("storage", storage, Storage, lambda: ListStorage(DEFAULT_SIZE))
         sampler = PrioritizedSampler(kept.max_size, alpha, beta, eps, dtype)
-        super().__init__(storage=kept, sampler=sampler, **options)
+        super().__init__(*misplaced, storage=kept, sampler=sampler, **options)
 
 
 class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
@@ -111,7 +117,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
 
     def __init__(
         self,
-        *,
+        *misplaced: NoReturn,
         alpha: float,
         beta: float,
         eps: float = 1e-8,
@@ -123,7 +129,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
     ) -> None:
         kept: Storage = created("storage", storage, Storage, lambda: LazyTensorStorage(DEFAULT_SIZE))
         sampler = PrioritizedSampler(kept.max_size, alpha, beta, eps, reduction=reduction)
-        super().__init__(storage=kept, sampler=sampler, **options)
+        super().__init__(*misplaced, storage=kept, sampler=sampler, **options)
 
 
 def _without_index(data: Any) -> Any:

@@ -138,11 +138,11 @@ def test_the_minimum_is_awaited() -> None:
     buffer.sample()
 
 
-def test_without_a_limiter_nothing_is_counted_or_awaited() -> None:
+def test_without_a_limiter_nothing_is_awaited() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(8))
     buffer.extend(frames(100))
     buffer.sample(50)
-    assert buffer.stats()["sampled"] == 0
+    assert buffer.stats()["sampled"] == 50
 
 
 def run_both(

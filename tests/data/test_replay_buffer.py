@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import sys
 import threading
 from collections import deque
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from buffer_tools import buffer_of, check, frames, lose, seeded
+from buffer_tools import buffer_of, check, frames, lose, seeded, together
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, tensorclass
@@ -23,12 +24,14 @@ from swath.data import (
     LazyTensorStorage,
     ListStorage,
     NothingToSampleError,
+    PrioritizedReplayBuffer,
     RandomSampler,
     ReplayBuffer,
     RoundRobinWriter,
     Sampler,
     SamplerWithoutReplacement,
     Storage,
+    TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
 from swath.errors import ShapeError
@@ -789,7 +792,7 @@ def test_a_failed_copy_loses_its_rows_and_nothing_else() -> None:
     assert len(buffer) == 6  # one of the three places is still unused
     buffer.extend(frames(range(26, 30)))
     assert sorted(check(buffer[:])) == list(range(22, 30))
-    assert buffer.stats() == {"frames": 8, "written": 20, "sampled": 0, "lost": 3}
+    assert buffer.stats() == {"frames": 8, "written": 20, "sampled": 400, "lost": 3}
     assert buffer.storage.contents().whole
 
 
@@ -808,4 +811,36 @@ def test_an_interrupt_after_the_copy_loses_no_more_than_the_rows(monkeypatch: py
     monkeypatch.undo()
     buffer.extend(frames([200, 201]))
     assert set(check(buffer.sample(200))) == {5, 6, 7, 200, 201}
-    assert buffer.stats() == {"frames": 5, "written": 10, "sampled": 0, "lost": 3}
+    assert buffer.stats() == {"frames": 5, "written": 10, "sampled": 200, "lost": 3}
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_is_sampled_is_counted_without_a_rate_limiter(shared: bool, prefetch: int | None) -> None:
+    buffer = buffer_of(size=8, batch_size=4, shared=shared, prefetch=prefetch, sampler=SamplerWithoutReplacement())
+    buffer.extend(frames(range(6)))
+    for expected in (4, 6, 10):  # the second batch has what is left of the epoch
+        buffer.sample()
+        assert buffer.stats()["sampled"] == expected
+    for twin in (copy.deepcopy(buffer) if not shared else buffer, buffer.share()):
+        assert twin.stats()["sampled"] == 10
+    twin = buffer_of(size=8, sampler=SamplerWithoutReplacement())
+    twin.load_state_dict(buffer.state_dict())
+    assert twin.stats()["sampled"] == 10
+    together(*[lambda: [twin.sample(1) for _ in range(200)]] * 4)
+    assert twin.stats()["sampled"] == 810
+    twin.empty()
+    assert twin.stats()["sampled"] == 0
+    buffer.shutdown()
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer, PrioritizedReplayBuffer])
+def test_a_size_in_the_place_of_a_storage_is_answered_with_the_line_to_write(kind: type[ReplayBuffer]) -> None:
+    options = {"alpha": 1.0, "beta": 1.0} if kind is PrioritizedReplayBuffer else {}
+    line = re.escape("storage=LazyTensorStorage(1000)")
+    with pytest.raises(TypeError, match=rf"Write {kind.__name__}\({line}\)"):
+        kind(1000, **options)
+    with pytest.raises(TypeError, match=f"storage must .* got 1000. Write {line}"):
+        kind(storage=1000, **options)
+    with pytest.raises(TypeError, match=r"by name.*storage=\.\.\."):
+        kind(LazyTensorStorage(10), **options)

@@ -302,10 +302,10 @@ def test_a_writer_killed_between_reserve_and_commit(kind: type[TensorStorage]) -
         begun = time.monotonic()
         buffer.extend(frames(range(20, 26)))
         assert time.monotonic() - begun < 10.0
-    assert buffer.stats() == {"frames": 6, "written": 16, "sampled": 0, "lost": 3}
+    assert buffer.stats() == {"frames": 6, "written": 16, "sampled": 200, "lost": 3}
     assert set(check(buffer.sample(200))) == set(range(20, 26))
     buffer.extend(frames(range(26, 30)))
-    assert buffer.stats() == {"frames": 8, "written": 20, "sampled": 0, "lost": 3}
+    assert buffer.stats() == {"frames": 8, "written": 20, "sampled": 400, "lost": 3}
     assert sorted(check(buffer[:])) == list(range(22, 30))
 
 
@@ -318,7 +318,7 @@ def test_the_dead_are_counted_by_readers_too(kind: type[TensorStorage], monkeypa
         assert hear(pipe) == "in put"
         kill(process)
     assert set(check(buffer.sample(100))) == {5, 6, 7, 8, 9}
-    assert buffer.stats() == {"frames": 5, "written": 10, "sampled": 0, "lost": 3}
+    assert buffer.stats() == {"frames": 5, "written": 10, "sampled": 100, "lost": 3}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -367,23 +367,24 @@ def test_a_stopped_writer_is_never_read_and_awaited_when_its_rows_are_needed(
     buffer.extend(frames(range(10)))
     with child(put_half, buffer, 3, stop_here) as (process, pipe):
         until(lambda: is_stopped(process.pid))
-        begun = time.monotonic()
+        begun, sampled = time.monotonic(), 200
         while time.monotonic() - begun < 0.3:  # also after it has become slow
             assert set(check(buffer.sample(20))) <= {5, 6, 7, 8, 9}
+            sampled += 20
         buffer.extend(frames(range(20, 24)))
         assert set(check(buffer.sample(200))) == {9, 20, 21, 22, 23}
         with pytest.raises(TimeoutError, match=str(process.pid)):
             buffer.extend(frames(range(24, 30)))
         with pytest.raises(TimeoutError, match=str(process.pid)):
             buffer.state_dict()
-        assert buffer.stats() == {"frames": 5, "written": 14, "sampled": 0, "lost": 0}
+        assert buffer.stats() == {"frames": 5, "written": 14, "sampled": sampled, "lost": 0}
         os.kill(process.pid, signal.SIGCONT)
         assert hear(pipe) == "done"
         assert set(check(buffer.sample(200))) <= {9, 20, 21, 22, 23, 5000}
         assert len(buffer) == 8
         buffer.extend(frames(range(24, 30)))
         assert sorted(check(buffer[:])) == list(range(22, 30))
-        assert buffer.stats() == {"frames": 8, "written": 23, "sampled": 0, "lost": 0}
+        assert buffer.stats() == {"frames": 8, "written": 23, "sampled": sampled + 200, "lost": 0}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -427,7 +428,7 @@ def test_an_error_in_the_middle_of_a_write_gives_the_rows_up(
         assert process.is_alive()
         buffer.extend(frames(range(20, 28)))  # nobody is waited for
     assert sorted(check(buffer[:])) == list(range(20, 28))
-    assert buffer.stats() == {"frames": 8, "written": 18, "sampled": 0, "lost": 3}
+    assert buffer.stats() == {"frames": 8, "written": 18, "sampled": 100, "lost": 3}
 
 
 def test_a_process_killed_while_it_changes_frames_in_place() -> None:
@@ -646,3 +647,24 @@ def test_a_checkpoint_can_be_made_while_others_write() -> None:
             copy = buffer_of(size=256)
             copy.load_state_dict(state)
             assert len(check(copy[:])) == len(copy)
+
+
+def sample_and_tell(pipe: Any, buffer: ReplayBuffer) -> None:
+    while True:
+        for _ in range(20):
+            buffer.sample(5)
+        pipe.send("sampled")
+        pipe.recv()
+
+
+def test_what_all_processes_sample_is_counted_also_of_those_that_are_gone() -> None:
+    buffer = shared(LazyTensorStorage, 64)
+    buffer.extend(frames(range(64)))
+    for before in (0, 300):  # the later ones take the places of those before
+        with child(sample_and_tell, buffer) as (_, pipe), child(sample_and_tell, buffer) as (_, other):
+            assert (hear(pipe), hear(other)) == ("sampled", "sampled")
+            assert buffer.stats()["sampled"] == before + 200
+            with buffer.episodes():  # as while it is saved: others sample and are counted nevertheless
+                pipe.send("again")
+                assert hear(pipe) == "sampled"
+            assert buffer.stats()["sampled"] == before + 300

@@ -1,5 +1,6 @@
 """What users of TorchRL do with buffers, beyond writing and sampling frames."""
 
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -139,10 +140,13 @@ def test_a_priority_that_is_added_counts() -> None:
     assert set(buffer.sample(50)["o"].tolist()) == {2}
 
 
-def test_priorities_may_be_left_out() -> None:
+def test_a_batch_without_priorities_is_refused_where_there_are_some() -> None:
     buffer = TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, storage=LazyTensorStorage(20), batch_size=4)
     buffer.extend(TensorDict({"o": torch.arange(4)}, [4]))
-    buffer.update_tensordict_priority(buffer.sample())
+    for key in ("td_error", ("loss", "td")):
+        buffer.priority_key = key
+        with pytest.raises(KeyError, match=re.escape(f"batch[{key!r}] = ...")):
+            buffer.update_tensordict_priority(buffer.sample())
     with pytest.raises(KeyError, match="index"):
         buffer.update_tensordict_priority(TensorDict({"td_error": torch.ones(4)}, [4]))
     plain = TensorDictReplayBuffer(storage=LazyTensorStorage(20), batch_size=4)
