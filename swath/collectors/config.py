@@ -144,6 +144,13 @@ class CommonConfig:
         value = getattr(self, name)
         return value[worker] if name in self.per_worker and isinstance(value, list | tuple) else value
 
+    def told(self, name: str) -> Any:
+        """An argument as a collector's attribute tells it: a device as it was understood, for each worker if many."""
+        if name not in DEVICES[1:]:
+            return getattr(self, name)
+        understood = [getattr(self.devices_of(worker), name.removesuffix("_device")) for worker in range(self.workers)]
+        return understood if name in self.per_worker else understood[0]
+
     # -- checking ----------------------------------------------------------------------------------------------
 
     def __post_init__(self) -> None:

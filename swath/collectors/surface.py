@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from swath.collectors.delivery import FirstCome, Part
 from swath.collectors.free_running import FreeRunning
 from swath.collectors.joining import each_part
 from swath.collectors.progress import Progress
+from swath.collectors.reflection import argument
 from swath.collectors.worker import Call, EngineJob
 from swath.data import ReplayBuffer
 from swath.errors import ClosedError, EndlessError
@@ -51,9 +53,12 @@ class BaseCollector(Control, IterableDataset[Any]):
     """Its fields are the arguments of the constructor."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Show the fields of the config where the arguments of the class are asked for."""
+        """Show the fields of the config where the arguments of the class are asked for, and as attributes."""
         super().__init_subclass__(**kwargs)
         cls.__signature__ = inspect.signature(cls.config_class)  # type: ignore[attr-defined]
+        for field in fields(cls.config_class):
+            if not hasattr(cls, field.name):
+                setattr(cls, field.name, argument(field.name))
 
     def __init__(self, config: CommonConfig) -> None:
         """Keep the checked `config`; a subclass makes the rest and then calls `_open`."""
