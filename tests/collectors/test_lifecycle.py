@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import warnings
 import weakref
 from typing import Any
 
+import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -111,6 +114,16 @@ def test_whole_episodes_do_without_frames_that_were_taken_by_rollout(make: Make)
     assert stats["dropped_frames"] == 4
     assert stats["frames"] == 42 == 3 + 4 + 5 * 7
     assert stats["pending_frames"] == 0
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps, cloudpickle.dumps])
+@over(MIXED)
+def test_a_collector_cannot_be_copied(make: Make, way: Any) -> None:
+    """A copy would share workers and memory, and shut them down when it is let go."""
+    collector = make(batches=2)
+    with pytest.raises(TypeError, match=r"(?s)Collector\(.*cannot be copied.*state_dict\(\)"):
+        way(collector)
+    assert len(list(collector)) == 2
 
 
 @pytest.mark.parametrize("kept", [None, buffer], ids=["delivered", "written"])
