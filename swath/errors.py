@@ -84,6 +84,10 @@ class NotANumberWarning(UserWarning):
     """An env produced NaN in an observation or a reward."""
 
 
+class LongEpisodeWarning(UserWarning):
+    """Whole episodes are waited for, and one of them does not end."""
+
+
 LIKELY = {
     signal.SIGKILL: "Most often the system has ended it because memory ran out (see `dmesg`), or another user has.",
     signal.SIGSEGV: "A compiled library of the env or the policy has crashed; PYTHONFAULTHANDLER=1 shows where.",

@@ -51,8 +51,7 @@ class Collector(Reflection, BaseCollector):
             check=_check_single if config.track_policy_version is True else None,
         )
         rows, unit = math.prod(self.engine.batch_size), self.engine.unit
-        self.frames_per_batch = -(-config.frames_per_batch // unit) * unit // rows
-        """Steps in a batch: every lane makes so many."""
+        self._steps = -(-config.frames_per_batch // unit) * unit // rows
         self._roster = Roster(config, lambda: None, self.engine)
         carrier = LocalCarrier(1, FIELDS)
         self._pool: Pool[Part] = Pool(carrier, 1, self._roster, Supervision(), repr(self))
@@ -60,7 +59,7 @@ class Collector(Reflection, BaseCollector):
         layout = self._pool.started[0]
         assert isinstance(layout, BatchLayout)
         publisher = self._roster.publisher = Publisher(carrier)
-        terms = Terms.of(config, layout, {0: self.frames_per_batch}, publisher)
+        terms = Terms.of(config, layout, {0: self._steps}, publisher)
         self._delivery = Barrier(self._pool, terms, FrameBudget(config.total_frames, rows, unit))
         self._roster.watch(self._pool, self._delivery)
         self._weights = InPlaceWeights(self._pool, publisher, self.engine, worker or 0)
@@ -89,6 +88,11 @@ class Collector(Reflection, BaseCollector):
     def policy(self) -> Any:
         """What acts: the policy that was given, or a copy of it."""
         return self.engine.policy
+
+    @property
+    def frames_per_batch(self) -> int:
+        """Steps in a batch: every lane makes so many."""
+        return self._steps
 
     @property
     def policy_stages(self) -> list[str]:

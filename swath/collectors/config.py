@@ -26,6 +26,12 @@ Device: TypeAlias = str | int | torch.device
 PostProc: TypeAlias = Callable[[TensorDictBase], TensorDictBase]
 
 DEVICES = ("device", "storing_device", "policy_device", "env_device")
+OFF = {
+    "total_frames": "-1 for no end",
+    "max_frames_per_traj": "0 for no limit",
+    "init_random_frames": "0 for none",
+}
+"""Numbers that may be left out, and how."""
 MAX_WORKER = 2 ** (63 - WORKER_BITS) - 1
 
 
@@ -144,6 +150,13 @@ class CommonConfig:
         value = getattr(self, name)
         return value[worker] if name in self.per_worker and isinstance(value, list | tuple) else value
 
+    def told(self, name: str) -> Any:
+        """An argument as a collector's attribute tells it: a device as it was understood, for each worker if many."""
+        if name not in DEVICES[1:]:
+            return getattr(self, name)
+        understood = [getattr(self.devices_of(worker), name.removesuffix("_device")) for worker in range(self.workers)]
+        return understood if name in self.per_worker else understood[0]
+
     # -- checking ----------------------------------------------------------------------------------------------
 
     def __post_init__(self) -> None:
@@ -174,6 +187,9 @@ class CommonConfig:
             raise ValueError(f"worker_idx must be at most {MAX_WORKER} to fit into ids, got {self.worker_idx}.")
         if self.total_frames == 0:
             raise ValueError("total_frames=0 would collect nothing; use -1 for no end.")
+        for name, off in OFF.items():
+            if (getattr(self, name) or 0) < -1:  # -1 is TorchRL's way to say that there is none
+                raise ValueError(f"{name} must be at least 1, or {off}, got {getattr(self, name)}.")
         check_one_of("traj_format", self.traj_format, ("padded", "cat"))
         if not self.reset_when_done:
             raise ValueError(

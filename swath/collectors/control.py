@@ -179,7 +179,8 @@ class Control(ABC):
     def _worker_states(self) -> dict[str, Any]:
         """The workers' part of a state."""
         named = {f"worker{index}": state for index, state in self._ask(Call(EngineJob.state_dict)).items()}
-        return {**named, "workers": self.num_workers, "traj_pool": self._roster.next_number}
+        past = {"past_episodes": int(self._roster.past["episodes"])}  # of workers that are gone
+        return {**named, **past, "workers": self.num_workers, "traj_pool": self._roster.next_number}
 
     def _saved_states(self, state: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """The reverse: a state for each worker."""
@@ -189,7 +190,8 @@ class Control(ABC):
                 f"This is no state of a collector with {self.num_workers} workers: it has "
                 f"{state.get('workers', 'none')}."
             )
-        any_of_them = next(iter(saved.values()))  # for a worker that had been dropped when the state was saved
+        # For a worker that had been dropped when the state was saved. What it had counted is in `past_episodes`.
+        any_of_them = {name: value for name, value in next(iter(saved.values())).items() if name != "ended"}
         return {index: saved.get(index, any_of_them) for index in self._pool.indices}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -213,6 +215,7 @@ class Control(ABC):
             self._weights.loaded(states, state_dict.get("policy_version", 0))
             self._delivery.budget.spent = state_dict["frames"]
             self._delivery.batches = state_dict["iter"]
+            self._roster.past = {**self._roster.past, "episodes": state_dict.get("past_episodes", 0)}
             if "trajectories" in state_dict:
                 self._episodes.load_state_dict(state_dict["trajectories"])
                 self._episodes.drop()  # their episodes cannot be gone on with
@@ -234,7 +237,7 @@ class Control(ABC):
         rows = {index: self._pool.carrier.report(index) for index in range(self.num_workers)}
         found: dict[str, Any] = {}
         if workers != "per_worker":
-            found.update(self._summary(list(rows.values())))
+            found.update(self._summary([row for index, row in rows.items() if index not in self._roster.gone]))
         if workers != "aggregate":
             found.update({f"worker_{i}/{name}": value for i, row in rows.items() for name, value in row.items()})
         return found
@@ -244,6 +247,8 @@ class Control(ABC):
         sums: dict[str, Any] = {name: sum(row[name] for row in rows) + past for name, past in roster.past.items()}
         sums = {name: value if name.startswith("time/") else int(value) for name, value in sums.items()}
         frames, total = self._frames, self.config.total_frames
+        pending = sums["pending_frames"] + self._episodes.pending_frames
+        left = pending if self.closed else 0  # of episodes that nobody will get any more
         found = {
             **sums,
             "time/waiting": sum(row["time/waiting"] for row in rows),
@@ -253,8 +258,8 @@ class Control(ABC):
             "completed": not delivery.budget.is_endless and frames >= total,
             "requested_frames_per_batch": self.requested_frames_per_batch,
             "policy_version": self.policy_version,
-            "pending_frames": sums["pending_frames"] + self._episodes.pending_frames,
-            "dropped_frames": sums["dropped_frames"] + self._episodes.dropped + delivery.discarded_frames,
+            "pending_frames": pending - left,
+            "dropped_frames": sums["dropped_frames"] + self._episodes.dropped + delivery.discarded_frames + left,
             "lost_frames": sums["lost_frames"] + roster.lost_frames,
             "slots_allocated": delivery.slots_allocated,
             "workers": self.num_workers,

@@ -8,6 +8,21 @@ from typing import Any
 from swath.runtime.paths import follow
 
 
+def argument(name: str) -> property:
+    """The attribute of a collector that tells its argument `name`."""
+
+    def tell(self: Any) -> Any:
+        return self.config.told(name)
+
+    def refuse(self: Any, value: Any) -> None:
+        raise AttributeError(
+            f"{name}={value!r} would change nothing any more: {type(self).__name__} was made with "
+            f"{name}={self.config.told(name)!r}; make another."
+        )
+
+    return property(tell, refuse, doc=f"The argument `{name}` of the constructor.")
+
+
 class Reflection:
     """Finds attributes and calls methods by their path, such as `env.envs[0].name`."""
 

@@ -48,6 +48,8 @@ class Roster:
         """Frames of workers that have failed, which nobody has got."""
         self.past: Mapping[str, float] = dict.fromkeys((*LASTING, "pending_frames"), 0.0)
         """What workers that have failed had counted."""
+        self.gone: set[int] = set()
+        """Those that nobody has replaced."""
         self.publisher: Publisher | None = None
         self._watched: tuple[weakref.ref[Pool[Part]], weakref.ref[Delivery]] | None = None
         self.next_number = config.worker_idx or 0
@@ -117,10 +119,12 @@ class Roster:
         report = carrier.report(index)
         self.lost_frames += delivery.terms.lanes * carrier.unreported_steps(index) + int(report["pending_frames"])
         self.past = {name: value + (report[name] if name in LASTING else 0.0) for name, value in self.past.items()}
+        self.gone.add(index)
         delivery.lost(index)
 
     def restarted(self, index: int) -> None:
         """A new worker takes the weights that the one before it took."""
+        self.gone.discard(index)
         if (now := self._now()) is not None:
             now[1].restarted(index)
         if self.publisher is not None:

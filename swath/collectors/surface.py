@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -26,7 +27,9 @@ from swath.collectors.control import Control
 from swath.collectors.delivery import FirstCome, Part
 from swath.collectors.free_running import FreeRunning
 from swath.collectors.joining import each_part
+from swath.collectors.pausing import Pause
 from swath.collectors.progress import Progress
+from swath.collectors.reflection import argument
 from swath.collectors.worker import Call, EngineJob
 from swath.data import ReplayBuffer
 from swath.errors import ClosedError, EndlessError
@@ -51,9 +54,12 @@ class BaseCollector(Control, IterableDataset[Any]):
     """Its fields are the arguments of the constructor."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Show the fields of the config where the arguments of the class are asked for."""
+        """Show the fields of the config where the arguments of the class are asked for, and as attributes."""
         super().__init_subclass__(**kwargs)
         cls.__signature__ = inspect.signature(cls.config_class)  # type: ignore[attr-defined]
+        for field in fields(cls.config_class):
+            if not hasattr(cls, field.name):
+                setattr(cls, field.name, argument(field.name))
 
     def __init__(self, config: CommonConfig) -> None:
         """Keep the checked `config`; a subclass makes the rest and then calls `_open`."""
@@ -267,13 +273,11 @@ class BaseCollector(Control, IterableDataset[Any]):
         self._weights.free = self._free
         self._free.start()
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> contextlib.AbstractContextManager[None]:
         """A context in which background collection rests: nothing is written, and everything may be asked of it."""
         if self._free is None:
             raise RuntimeError("pause() is for a collector that runs in the background: start() it first.")
-        with self._at_rest():
-            yield
+        return Pause(self._at_rest)
 
     def is_running(self) -> bool:
         """Whether it collects in the background; raises what went wrong there."""
@@ -377,6 +381,13 @@ class BaseCollector(Control, IterableDataset[Any]):
         self.shutdown(timeout=timeout, close_env=close_env)
         if not self._is_reported:
             self.raise_failure()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse `copy`, `deepcopy` and `pickle`, which all begin here."""
+        raise TypeError(
+            f"{self!r} cannot be copied or pickled: its workers and memory are there once, and its copy would end "
+            "them. Make another, and give it collector.state_dict() with load_state_dict()."
+        )
 
     def __enter__(self: Self) -> Self:
         """Use the collector in a `with` block, at whose end it is shut down."""

@@ -201,6 +201,7 @@ class EngineJob(Reflection):
         self.engine.load_state_dict(state, strict)
         if number is not None:
             self.engine.renumber(number)
+        self._report()
 
     def layout_of(self, model_id: str) -> WeightLayout:
         """What the weights of a model look like."""

@@ -6,6 +6,7 @@ pieces that come batch by batch.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from swath.errors import LongEpisodeWarning
 from swath.keys import (
     DONE,
     MASK,
@@ -32,6 +34,9 @@ from swath.keys import (
     as_key,
     nest,
 )
+
+LONG = 50_000
+"""Frames after which an episode that has not ended is warned of, once."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +104,10 @@ class _Running:
     is_headless: bool
     """Its beginning went elsewhere, or was given up: what comes of it is dropped."""
     pieces: list[TensorDictBase] = field(default_factory=list)
+    frames: int = 0
 
-    @property
-    def frames(self) -> int:
-        return sum(len(piece) for piece in self.pieces)
+    def __post_init__(self) -> None:
+        self.frames = sum(map(len, self.pieces))
 
 
 class Episodes:
@@ -133,6 +138,7 @@ class Episodes:
         self._steps: dict[int, int] = {}
         """How many steps each source had made at the end of its last batch."""
         self._held = 0
+        self._has_warned = False
         self.dropped = 0
         self.left_out = {"headless": 0, "unfinished": 0}
 
@@ -223,7 +229,10 @@ class Episodes:
             else:
                 piece = rows[lane, first:end]
                 running.pieces.append(piece.clone() if self._copies else piece)
+                running.frames += end - first
                 self._held += end - first
+                if running.frames >= LONG and not self._has_warned:
+                    self._warn_of(running)
             if is_last:
                 del self._running[name]
                 if not running.is_headless:
@@ -232,6 +241,19 @@ class Episodes:
         if is_all:
             seen = set(names)
             self._give_up([n for n, one in self._running.items() if n not in seen and one.source in sources])
+
+    def _warn_of(self, running: _Running) -> None:
+        """Say once that frames may pile up."""
+        self._has_warned = True
+        piece = running.pieces[-1]
+        held = self._held * piece.bytes() // len(piece) // 2**20
+        warnings.warn(
+            f"An episode has {running.frames:,} frames and has not ended. Whole episodes are "
+            f"asked for (trajs_per_batch), so that its frames are kept until it does: {held:,} MB are held by now, and "
+            "more with every batch. If episodes need not end, cut them off: max_frames_per_traj=1000.",
+            LongEpisodeWarning,
+            stacklevel=2,
+        )
 
     def lengths(self, count: int) -> list[int]:
         """The lengths of the next `count` complete episodes."""

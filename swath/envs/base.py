@@ -14,6 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from swath.entries import trusted
+from swath.envs.foreign import NotOfTorchRL
 from swath.envs.rows import Leaf, Rows
 from swath.envs.spaces import ActionCodec, ObservationCodec, must_not_clash
 from swath.errors import ClosedError, UnsupportedEnvError, suggestion, wrong_shape
@@ -31,7 +32,7 @@ SURFACE = object()
 Env = TypeVar("Env", bound="EnvBase")
 
 
-class EnvBase:
+class EnvBase(NotOfTorchRL):
     """An environment of `batch_size` lanes.
 
     A subclass sets its spaces through `__init__` and gives either of two pairs:

@@ -12,6 +12,7 @@ from gymnasium import spaces as gs
 from gymnasium.utils import env_checker, passive_env_checker
 from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
 
 from swath.envs.check_values import Findings, check_lengths, check_observation, kind_of, said
 from swath.envs.gym_lanes import lane_of
@@ -42,6 +43,8 @@ class GymChecker:
                 findings.fatal(name, f"{name} is {space!r}, not a gymnasium space. {cure}")
             spaces.append(space)
         self.space = spaces[0]
+        # EnvPool's `action_space` is that of one env.
+        self._actions = batch_space(spaces[1], len(self._lanes)) if self._is_vector else spaces[1]
         try:
             must_not_clash(ObservationCodec(self.space).leaves, ActionCodec(spaces[1]).leaves)
         except UnsupportedSpaceError as error:
@@ -61,9 +64,9 @@ class GymChecker:
         warned, raised = ([], []) if self._is_vector else said(env_checker.check_env, self.env, **options)
         findings, last, ended = self.findings, self._reset(seed=seed), np.zeros(len(self._lanes), dtype=bool)
         ends: list[bool] = []
-        self.env.action_space.seed(seed)
+        self._actions.seed(seed)
         for _ in range(steps):
-            act = self.env.action_space.sample()
+            act = self._actions.sample()
             given, kept = deepcopy(act), deepcopy(last)
             with findings.calling(f"step({act!r})", STEP_CURE):
                 answer = self.env.step(given)

@@ -58,7 +58,7 @@ class GymEnv(EnvBase):
         made = _make(env, num_envs, kwargs, from_pixels)
         self._owns_simulators = not isinstance(env, gym.Env | VectorEnv)
         first = made if isinstance(made, VectorEnv) else made[0]
-        registered = env if isinstance(env, str) else first.spec.id if first.spec is not None else None
+        registered = env if isinstance(env, str) else getattr(first.spec, "id", None)  # EnvPool has specs of its own
         self.name: str = registered or type(first.unwrapped).__name__
         if isinstance(made, VectorEnv):
             if frame_skip is not None or from_pixels:

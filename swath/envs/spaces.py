@@ -161,6 +161,9 @@ class ObservationCodec:
                 same = isinstance(values, np.ndarray) and values.shape == target.shape and values.dtype == target.dtype
                 if same and isinstance(entry.space, gs.Box | gs.MultiBinary):
                     target[:] = values
+                elif len(values) != len(target):  # EnvPool with a batch_size, which answers for those that were first
+                    where = f"The vector env of {len(target)} envs"
+                    raise wrong_shape(entry.key, target.shape, np.shape(values), where)
                 else:
                     for lane in lanes:
                         write_lane(lane, values[lane])

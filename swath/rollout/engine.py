@@ -377,6 +377,7 @@ class Engine:
             "policy_version": self.version,
             "randomness": self._loop.randomness.state_dict(),
             "unwritten": self._episodes.state_dict(),
+            "ended": self._loop.stats.state_dict(),
         }
         if isinstance(self.policy, nn.Module):
             weights = self.policy.state_dict()
@@ -398,6 +399,7 @@ class Engine:
             self.env.load_state_dict(state["env_state_dict"])
         self.reset()
         self._loop.lanes.ids.restore(state["traj_pool"])
+        self._loop.stats.load_state_dict(state.get("ended", {}))
         if "unwritten" in state:
             self._episodes.load_state_dict(state["unwritten"])
             self._episodes.drop()  # their episodes cannot be gone on with

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +41,16 @@ class RolloutStats:
     timings: Timings = field(default_factory=Timings)
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_EPISODES))
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_EPISODES))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is counted on by whoever goes on elsewhere."""
+        return {"episodes": self.episodes, "returns": list(self.returns), "lengths": list(self.lengths)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Count on from what was saved; from nothing, if nothing was."""
+        self.episodes = state.get("episodes", 0)
+        self.returns = deque(state.get("returns", ()), RECENT_EPISODES)
+        self.lengths = deque(state.get("lengths", ()), RECENT_EPISODES)
 
     def summary(self) -> dict[str, float | int]:
         """A flat dict of numbers; means are over the last 100 episodes."""

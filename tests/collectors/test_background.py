@@ -317,6 +317,19 @@ def test_pause_freezes_and_goes_on(run: Make) -> None:
 
 
 @over(FREE)
+def test_pause_without_with_says_so(run: Make) -> None:
+    collector = run()
+    with pytest.warns(UserWarning, match=r"with collector\.pause\(\):"):
+        collector.pause()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resting = collector.pause()
+        with resting:
+            pass
+        del resting
+
+
+@over(FREE)
 def test_pause_inside_pause(run: Make) -> None:
     """It ends with an error inside, too."""
     collector = run()

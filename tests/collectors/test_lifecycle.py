@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import warnings
 import weakref
 from typing import Any
 
+import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from torch.utils.data import DataLoader
 from swath.collectors import Collector, PolicyVersion
 from swath.envs import GymEnv
 from swath.errors import ClosedError, PolicyError
+from swath.keys import MASK
 from swath.testing import CountingEnv, CountingGymEnv, FaultyError, FaultyGymEnv, assert_frames_belong
 
 LONG = {"lengths": 1000}
@@ -110,6 +114,34 @@ def test_whole_episodes_do_without_frames_that_were_taken_by_rollout(make: Make)
     assert stats["dropped_frames"] == 4
     assert stats["frames"] == 42 == 3 + 4 + 5 * 7
     assert stats["pending_frames"] == 0
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps, cloudpickle.dumps])
+@over(MIXED)
+def test_a_collector_cannot_be_copied(make: Make, way: Any) -> None:
+    """A copy would share workers and memory, and shut them down when it is let go."""
+    collector = make(batches=2)
+    with pytest.raises(TypeError, match=r"(?s)Collector\(.*cannot be copied.*state_dict\(\)"):
+        way(collector)
+    assert len(list(collector)) == 2
+
+
+@pytest.mark.parametrize("kept", [None, buffer], ids=["delivered", "written"])
+@over(ALL)
+def test_what_is_pending_when_it_is_shut_down_is_dropped(make: Make, kept: Any) -> None:
+    """Also when the loop was left with its last batch."""
+    kept = kept and kept()
+    collector = make(lengths=7, batches=4, trajs_per_batch=2, replay_buffer=kept)
+    got = 0
+    for batch in collector:
+        got = int(batch[MASK].sum()) if kept is None else kept.write_count
+        if kept is None or collector.stats()["frames"] == collector.total_frames:
+            break
+    assert collector.stats()["pending_frames"]
+    collector.shutdown()
+    stats = collector.stats()
+    assert stats["pending_frames"] == 0
+    assert got + stats["dropped_frames"] >= stats["frames"]  # a worker may have collected more than was asked for
 
 
 def test_an_episode_that_ends_in_frames_that_were_taken_is_given_up(make: Make) -> None:

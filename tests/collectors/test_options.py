@@ -1,6 +1,7 @@
 """Every argument of collectors does what it says, in every kind: there is a test for each, named after it."""
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from swath.collectors import Collector, CollectorConfig, MultiConfig, PolicyVersion
 from swath.envs import EnvBase, GymEnv, SerialEnv
-from swath.errors import EndlessError
+from swath.errors import EndlessError, LongEpisodeWarning
 from swath.keys import MASK, TRAJ_IDS
 from swath.modules import ExplorationType, set_exploration_type
 from swath.testing import CountingEnv, CountingGymEnv, assert_frames_belong, assert_whole_in_a_row
@@ -479,6 +480,32 @@ def test_trajs_per_batch_leaves_frames_to_iterator(make: Make) -> None:
     for episodes in collector:
         assert episodes[MASK].sum(1).tolist() == [5, 5]
         assert (episodes["observation"][:, 0, 2] == 0).all()
+
+
+def warned_of_long_episodes(collector: Any) -> list[str]:
+    with pytest.warns(LongEpisodeWarning) as caught:
+        list(collector)
+    return [str(one.message) for one in caught if one.category is LongEpisodeWarning]
+
+
+@pytest.mark.parametrize("kept", [None, buffer], ids=["delivered", "written"])
+@over(HERE)
+def test_trajs_per_batch_warns_once_of_episodes_that_do_not_end(
+    make: Make, kept: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing would be delivered for ever, and memory would grow."""
+    monkeypatch.setattr("swath.data.episodes.LONG", 30)
+    collector = make(lengths=10**9, batches=8, trajs_per_batch=1, replay_buffer=kept and kept())
+    told = warned_of_long_episodes(collector)
+    assert len(told) == (collector.num_workers if kept else 1)  # each that has episodes to wait for
+    assert re.search(r"An episode has 30 frames .*MB.*max_frames_per_traj=", told[0])
+
+
+@over([SYNC])
+def test_trajs_per_batch_warns_of_episodes_that_are_waited_for_elsewhere(make: Make) -> None:
+    options = {"workers": 1, "trajs_per_batch": 1, "replay_buffer": buffer()}
+    collector = make(lambda: CountingGymEnv(lengths=10**9), steps=26_000, batches=2, **options)
+    assert "has 52,000 frames" in warned_of_long_episodes(collector)[0]
 
 
 @over(HERE)

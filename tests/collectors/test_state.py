@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from kinds import ALL, ASYNC, ASYNC_HERE, HERE, MIXED, SINGLE, SYNC, SYNC_HERE, 
 from torch import nn
 
 from swath.collectors import PolicyVersion
+from swath.errors import WorkerRestartedWarning
 from swath.keys import MASK
 from swath.testing import CountingGymEnv
 
@@ -42,6 +44,40 @@ def test_a_new_collector_goes_on_with_counters_and_weights(make: Make, kind: Kin
     for batch in batches:
         assert (batch["action"] == 3.0).all()
         assert (batch["policy_version"] == 2).all()
+
+
+@over(ALL)
+def test_episodes_and_their_returns_are_counted_on(make: Make) -> None:
+    first, second = make(batches=10), make(batches=10)
+    for _ in range(3):
+        first.next()
+    state = saved(first.state_dict())
+    counted = [one["ended"] for one in (state, *(state.get(f"worker{i}", {}) for i in range(2))) if "ended" in one]
+    episodes = sum(one["episodes"] for one in counted)  # workers that go on have more by now
+    assert 4 <= episodes <= first.stats()["episodes"]
+    second.load_state_dict(state)
+    assert (second.stats()["episodes"], second.stats()["mean_return"]) == (episodes, 15.0)
+    list(second)
+    assert second.stats()["episodes"] > episodes
+    assert second.stats()["mean_length"] == 5.0
+
+
+@over([SYNC])
+def test_episodes_of_a_worker_that_was_dropped_are_counted_once(make: Make) -> None:
+    class Dies(CountingGymEnv):
+        def step(self, action: Any) -> Any:
+            if self.lane and self.episode == 3:
+                os._exit(3)
+            return super().step(action)
+
+    first = make([lambda: Dies(0), lambda: Dies(1)], on_worker_failure="drop", batches=10)
+    with pytest.warns(WorkerRestartedWarning):
+        assert [first.next().shape[0] for _ in range(3)] == [2, 1, 1]
+    assert first.stats()["workers_alive"] == 1
+    assert first.stats()["episodes"] == 6 + 2
+    second = make()
+    second.load_state_dict(saved(first.state_dict()))
+    assert second.stats()["episodes"] == first.stats()["episodes"]
 
 
 @over(HERE)

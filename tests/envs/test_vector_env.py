@@ -1,6 +1,7 @@
 """Vector envs: whatever they do at the end of an episode, the batch says what really happened."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -12,11 +13,12 @@ from gymnasium import spaces as gs
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from tensordict import TensorDictBase
 
-from swath.envs import EnvBase, GymEnv
-from swath.errors import UnsupportedEnvError
-from swath.keys import NEXT, RESET
+from swath.collectors import Collector
+from swath.envs import EnvBase, GymEnv, check_env
+from swath.errors import EnvCheckError, UnsupportedEnvError
+from swath.keys import MASK, NEXT, RESET
 from swath.seeding import lane_seeds
-from swath.testing import CountingGymEnv, CountingVectorEnv, counting_envs
+from swath.testing import CountingGymEnv, CountingVectorEnv, assert_frames_belong, counting_envs
 
 LANES, STEPS, SEED = 3, 40, 21
 VECTORS = pytest.mark.parametrize(
@@ -247,3 +249,41 @@ def test_the_error_of_a_vector_env_names_it() -> None:
         env.rand_step(env.reset())
     notes = getattr(caught.value, "__notes__", ["SyncVectorEnv"])
     assert any("SyncVectorEnv" in note for note in notes)
+
+
+class Pool(CountingVectorEnv):
+    """A vector env as EnvPool 1.2 has them: spaces of one env everywhere, a spec without an id, and a gymnasium.Env."""
+
+    def __init__(self, num_envs: int, *, batch_size: int | None = None, **options: Any) -> None:
+        super().__init__(num_envs, **options)
+        self.observation_space, self.action_space = self.single_observation_space, self.single_action_space
+        self.spec: Any = SimpleNamespace(config=SimpleNamespace(num_envs=num_envs), reward_threshold=475.0)
+        self._answers = batch_size or num_envs
+
+    def __repr__(self) -> str:
+        return f"Pool(num_envs={self.num_envs})"
+
+    def step(self, actions: Any) -> Any:
+        assert np.shape(actions) == (self.num_envs,)
+        *answer, infos = super().step(actions)
+        return (*(part[: self._answers] for part in answer), infos)
+
+
+def test_a_spec_need_not_have_an_id() -> None:
+    env = GymEnv(Pool(3, lengths=4))
+    assert repr(env) == "GymEnv(Pool, batch_size=[3])"
+    with Collector(env, frames_per_batch=60, total_frames=60) as collector:
+        batch = collector.next()
+    assert batch.shape == (3, 20)
+    for lane in batch:
+        assert_frames_belong(lane[lane[MASK]])
+    with pytest.raises(EnvCheckError, match=r"(?s)found 1 problem .*seed is not heeded"):  # as EnvPool's is not
+        check_env(lambda: Pool(3, lengths=4))
+
+
+def test_answers_for_some_of_the_envs_are_refused_by_their_number() -> None:
+    with (
+        Collector(Pool(4, batch_size=2), frames_per_batch=40) as collector,
+        pytest.raises(ValueError, match=r"vector env of 4 envs gave 'observation' of shape \(2, 3\), but \(4, 3\)"),
+    ):
+        collector.next()

@@ -148,3 +148,9 @@ def test_torchrls_squashed_normal_is_sampled_quickly_and_rightly(bias: float, ki
     torch.testing.assert_close(batch["action_log_prob"], wanted, atol=1e-4, rtol=1e-4)
     if kind is InteractionType.DETERMINISTIC:
         torch.testing.assert_close(batch["action"], policy.get_dist(batch).deterministic_sample)
+
+
+@pytest.mark.parametrize("make", [lambda: GymEnv("CartPole-v1"), lambda: SerialEnv(2, lambda: GymEnv("CartPole-v1"))])
+def test_transforms_around_our_envs_are_refused_at_once(make: Any) -> None:
+    with pytest.raises(UnsupportedEnvError, match=r"TransformedEnv wraps envs of TorchRL, not .*torchrl.envs.GymEnv"):
+        peer_envs.TransformedEnv(make(), peer_envs.RewardSum())

@@ -1,0 +1,40 @@
+"""What `pause()` gives: a context, which does nothing unless it is entered."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+
+class Pause(AbstractContextManager[None]):
+    """A context in which a collector rests; one that nobody enters says so when it is let go."""
+
+    def __init__(self, rest: Callable[[], AbstractContextManager[None]]) -> None:
+        """Rest in the context that `rest` gives."""
+        self._rest = rest
+        self._inside: list[AbstractContextManager[None]] = []
+        self._was_entered = False
+
+    def __enter__(self) -> None:
+        """Wait until it rests."""
+        self._was_entered = True
+        rest = self._rest()
+        rest.__enter__()
+        self._inside.append(rest)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        """Go on."""
+        return self._inside.pop().__exit__(kind, error, traceback)
+
+    def __del__(self) -> None:
+        """Nobody else can know that the `with` is missing."""
+        if not self._was_entered:
+            warnings.warn(
+                "pause() was called, but nothing rests: it is a context. Write `with collector.pause():` and inside "
+                "what is to be done meanwhile.",
+                stacklevel=2,
+            )
