@@ -3,6 +3,10 @@
 NOTE [Parts]: a sequence may be run part by part only if that is what calling it does. Most of this is found out by
 watching it being called once: each part must have been called, in order and in the ordinary way, and nothing may have
 been written that no part declares. What cannot be seen in one call is read from the sequence itself.
+
+NOTE [Relatives]: a class that takes over all that a call goes through from one of tensordict's classes acts as that
+class, whatever else it brings along: so do most of TorchRL's modules, and many of users. Where a class has a forward of
+its own, it may do anything, unless it is one that was read: these are known by name, so that TorchRL is never imported.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -24,19 +30,51 @@ from torch import Tensor, nn
 
 from swath.keys import Key, as_key, as_path
 
-SEQUENCES = (TensorDictSequential, ProbabilisticTensorDictSequential)
-KNOWN = (TensorDictModule, ProbabilisticTensorDictModule)
+SEQUENCES = (ProbabilisticTensorDictSequential, TensorDictSequential)
+KNOWN = (ProbabilisticTensorDictModule, TensorDictModule)
 """Parts that read and write what they declare, and nothing else."""
+
+NOT_CALLED = {
+    *("__init__", "__new__", "__doc__", "__module__", "__repr__", "__annotations__", "__annotate__", "__orig_bases__"),
+    *("__annotate_func__", "__annotations_cache__", "__parameters__", "__firstlineno__", "__static_attributes__"),
+    *("__abstractmethods__", "_abc_impl", "__dict__", "__weakref__", "extra_repr", "to", "reset_parameters_recursive"),
+}
+"""What a relative may have of its own: no call goes through it."""
+
+PEER_SAMPLER = ("torchrl.modules.tensordict_module.probabilistic", "SafeProbabilisticModule")
+"""Its forward only computes a log-probability from the value before it was squashed: the same but for rounding."""
+
+
+def name_of(kind: Any) -> tuple[str | None, str | None]:
+    """Where a class comes from, and what it is called there."""
+    return getattr(kind, "__module__", None), getattr(kind, "__qualname__", None)
+
+
+def acts_as(module: Any) -> type | None:
+    """The class of tensordict that `module` acts as; see NOTE [Relatives]."""
+    kind: Any = type(module)
+    return _relative_of(kind)
+
+
+@lru_cache(maxsize=256)
+def _relative_of(kind: Any) -> type | None:
+    known = next((known for known in (*SEQUENCES, *KNOWN) if issubclass(kind, known)), None)
+    if known is None:
+        return None
+    allowed = NOT_CALLED | {"forward"} if name_of(kind) == PEER_SAMPLER else NOT_CALLED
+    names = [name for name in dir(known) if name not in allowed]
+    return known if all(getattr_static(kind, name) is getattr_static(known, name) for name in names) else None
 
 
 def parts_of(policy: Any) -> list[Any] | None:
     """The modules of a sequence in order, `[policy]` for a single known module, None for anything else."""
-    if type(policy) in KNOWN:
+    kind = acts_as(policy)
+    if kind in KNOWN:
         return [policy]
-    if type(policy) not in SEQUENCES:
+    if kind is None:
         return None
     modules = _modules_of(policy)
-    if type(policy) is ProbabilisticTensorDictSequential and not policy.return_composite:
+    if kind is ProbabilisticTensorDictSequential and not policy.return_composite:
         # It calls the modules that it was given first: it keeps all but the last a second time.
         kept = policy.det_part
         if kept is not None and not _same(_modules_of(kept), modules[:-1]):
@@ -44,7 +82,7 @@ def parts_of(policy: Any) -> list[Any] | None:
     parts: list[Any] = []
     for module in modules:
         inner = parts_of(module)
-        if inner is None and type(module) in SEQUENCES:
+        if inner is None and acts_as(module) in SEQUENCES:
             return None
         parts.extend([module] if inner is None else inner)
     return parts

@@ -15,7 +15,7 @@ from swath.envs.rows import Rows
 from swath.keys import Key, as_key
 from swath.modules.exploration import acting_type
 from swath.modules.mlp import mlp_stage
-from swath.modules.parts import KNOWN, Writes, declared_by, overlap, parts_of
+from swath.modules.parts import Writes, acts_as, declared_by, overlap, parts_of
 from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
 from swath.modules.sampling import sampling_stage
@@ -55,8 +55,11 @@ class Planner:
     def _parts(self, policy: Any) -> list[tuple[Any, Writes]] | None:
         """The parts to run one by one with what they write; None if the policy has to be called as a whole."""
         parts = parts_of(policy)
-        if parts is None or self._writes is None or is_altered(policy.modules()):
+        if parts is None or self._writes is None:
             return None
+        inside = {module for part in parts for module in _inside(part)}
+        if is_altered(module for module in policy.modules() if module not in inside):
+            return None  # what is hooked to a part sees the TensorDict, and may do anything to it
         if [declared_by(part) for part in parts] != [writes.declared for writes in self._writes]:
             return None  # its parts are not those that were probed
         if acting_type() is None and sum(isinstance(p, ProbabilisticTensorDictModule) for p in parts) > 1:
@@ -69,11 +72,12 @@ class Planner:
         known = {**self._present.tensors, **{key: outputs.tensors[key] for key in written}}
         arrays = {**self._present.arrays, **{key: outputs.arrays[key] for key in written if key in outputs.arrays}}
         in_keys = [as_key(key) for key in part.in_keys]
-        if type(part) is ProbabilisticTensorDictModule and self._fast and self._may_finish_late(part, later):
-            sampling = sampling_stage(part, arrays, self._outputs.arrays, acting_type())
+        if acts_as(part) is ProbabilisticTensorDictModule and self._fast:
+            late = self._may_finish_late(part, later)
+            sampling = sampling_stage(part, arrays, self._outputs.arrays, acting_type(), late)
             if sampling is not None:
                 return sampling
-        if type(part) is TensorDictModule and writes.are_tensors and all(key in known for key in in_keys):
+        if acts_as(part) is TensorDictModule and writes.are_tensors and all(key in known for key in in_keys):
             quick = self._quick(part, in_keys, arrays)
             return quick or TorchStage(part, [known[key] for key in in_keys], self._outputs, self._away)
         return TensorDictStage(part, self._present, written, self._outputs, writes.leaves, self._device)
@@ -82,7 +86,7 @@ class Planner:
         """The array form of a small network."""
         module = part.module
         ordinary = part.method is None and not part.method_kwargs and part._kwargs is None
-        if not self._fast or not ordinary or not isinstance(module, nn.Module):
+        if not self._fast or not ordinary or not isinstance(module, nn.Module) or is_altered(module.modules()):
             return None
         if len(in_keys) != 1 or in_keys[0] not in arrays:
             return None
@@ -91,7 +95,7 @@ class Planner:
     def _may_finish_late(self, part: ProbabilisticTensorDictModule, later: Sequence[tuple[Any, Writes]]) -> bool:
         """Whether, when the slot is complete, its columns still hold what `part` used, and nobody has missed the rest.
 
-        Sampling stages check their parameters and compute log-probabilities then.
+        Sampling stages may then check their parameters and compute log-probabilities for all steps at once.
         """
         used: list[Key] = [as_key(key) for key in part.in_keys]
         if part.return_log_prob:
@@ -100,7 +104,7 @@ class Planner:
             if overlap(log_probs, self._carried):
                 return False
             for reader, _ in later:
-                if type(reader) not in KNOWN or overlap(log_probs, [as_key(key) for key in reader.in_keys]):
+                if acts_as(reader) is None or overlap(log_probs, [as_key(key) for key in reader.in_keys]):
                     return False
         return not any(overlap(used, writes.leaves) for _, writes in later)
 
@@ -121,7 +125,6 @@ class Composition:
         look: list[Any] = [has_global_extras()]
         for module in self._modules:
             look += module._modules.values()
-            look += (bool(module._forward_hooks or module._forward_pre_hooks), "forward" in module.__dict__)
             for weight in module._parameters.values():
                 if weight is not None and not nn.parameter.is_lazy(weight):
                     look += (weight.shape, weight.dtype, weight.device)
@@ -136,11 +139,17 @@ class Composition:
 
 def _settings_of(module: nn.Module) -> tuple[Any, ...]:
     """What may be set on a module at any time, and changes what it does."""
+    extras = _has_extras(module)
     if isinstance(module, ProbabilisticTensorDictModule):
         kwargs = module.distribution_kwargs
         names = () if kwargs is None else tuple(kwargs.keys())
-        return (module.distribution_class, names, module.default_interaction_type, module.return_log_prob)
-    return (module.module, module.method) if type(module) is TensorDictModule else ()
+        return (extras, module.distribution_class, names, module.default_interaction_type, module.return_log_prob)
+    return (extras, module.module, module.method) if isinstance(module, TensorDictModule) else (extras,)
+
+
+def _inside(part: Any) -> list[nn.Module]:
+    """What `part` is made of, without itself."""
+    return [module for module in part.modules() if module is not part] if isinstance(part, nn.Module) else []
 
 
 def is_altered(modules: Iterable[nn.Module]) -> bool:

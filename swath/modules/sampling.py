@@ -36,11 +36,22 @@ class SamplingStage(Stage):
         self._module = module
         self._keys = tuple(rows)
         *self._params, self._action = rows.values()
+        self._rows = [torch.from_numpy(array) for array in rows.values()]
         self._greedy = greedy
         self._noise: np.ndarray | None = None  # [T, N, ...]
         self._log_prob = as_key(module.log_prob_key) if module.return_log_prob else None
+        self._is_prompt = False
+        self._score: Tensor | None = None
         if self._log_prob is not None:
             self.late = (self._log_prob,)
+
+    def judge_at_once(self, score: np.ndarray | None) -> None:
+        """Do in every step what could be done once for the slot: `score` is the row of the log-probabilities.
+
+        That is for parts behind this one that read them, or may change what they are computed from.
+        """
+        self.late, self._is_prompt = (), True
+        self._score = None if score is None else torch.from_numpy(score)
 
     @property
     def fits(self) -> bool:
@@ -50,6 +61,8 @@ class SamplingStage(Stage):
     def run(self, t: int) -> None:
         """Act."""
         self._act(self._params, None if self._noise is None else self._noise[t], self._action)
+        if self._is_prompt:
+            self._judge_rows(slice(None))
 
     def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
         """Act for some lanes."""
@@ -57,14 +70,34 @@ class SamplingStage(Stage):
         noise = None if self._noise is None else self._noise[times, lanes]
         self._act([array[lanes] for array in self._params], noise, action)
         self._action[lanes] = action
+        if self._is_prompt:
+            self._judge_rows(lanes)
 
     def run_first(self, count: int, t: int) -> None:
         """Act for the first lanes."""
         noise = None if self._noise is None else self._noise[t, :count]
         self._act([array[:count] for array in self._params], noise, self._action[:count])
+        if self._is_prompt:
+            self._judge_rows(slice(count))
+
+    def _judge_rows(self, lanes: slice | np.ndarray) -> None:
+        score = self._judge(*(row[lanes] for row in self._rows))
+        if self._score is not None and score is not None:
+            self._score[lanes] = score
+
+    def finish(self, columns: Mapping[Key, Tensor], filled: Filled) -> None:
+        """Check the parameters and compute the log-probabilities of the actions, of all steps."""
+        if not self._is_prompt:
+            score = self._judge(*(columns[key][filled] for key in self._keys))
+            if self._log_prob is not None and score is not None:
+                columns[self._log_prob][filled] = score
 
     def _act(self, params: list[np.ndarray], noise: np.ndarray | None, action: np.ndarray) -> None:
         """Write what is chosen for `params` into `action`; the most likely if there is no noise."""
+        raise NotImplementedError
+
+    def _judge(self, *values: Tensor) -> Tensor | None:
+        """The log-probabilities for parameters and action, if these are wanted; refuse parameters that cannot be."""
         raise NotImplementedError
 
 
@@ -104,19 +137,18 @@ class CategoricalStage(SamplingStage):
         else:
             self._one_hot.take(scores.argmax(1), 0, action)
 
-    def finish(self, columns: Mapping[Key, Tensor], filled: Filled) -> None:
-        """Check the logits and compute the log-probabilities of the choices."""
-        index = filled if isinstance(filled, tuple) else filled.numpy()
-        logits, choice = (columns[key].numpy()[index] for key in self._keys)
+    def _judge(self, *values: Tensor) -> Tensor | None:
+        logits, choice = (value.numpy() for value in values)
         top = logits.max(-1)
         # Of a row without any finite logit, or with an infinite one, there are no probabilities either.
         _must_hold(np.isfinite(top), self._keys[0], "Categorical")
-        if self._log_prob is not None:
-            choice = choice if self._one_hot is None else choice.argmax(-1)
-            flat = logits.reshape(-1, logits.shape[-1])
-            picked = flat[np.arange(len(flat)), choice.reshape(-1)].reshape(top.shape)
-            total = np.log(np.exp(logits - top[..., None]).sum(-1))
-            columns[self._log_prob].numpy()[index] = picked - top - total
+        if self._log_prob is None:
+            return None
+        choice = choice if self._one_hot is None else choice.argmax(-1)
+        flat = logits.reshape(-1, logits.shape[-1])
+        picked = flat[np.arange(len(flat)), choice.reshape(-1)].reshape(top.shape)
+        total = np.log(np.exp(logits - top[..., None]).sum(-1))
+        return torch.from_numpy(picked - top - total)
 
 
 class NormalStage(SamplingStage):
@@ -163,18 +195,15 @@ class NormalStage(SamplingStage):
             np.multiply(action, half, action)
             np.add(action, middle, action)
 
-    def finish(self, columns: Mapping[Key, Tensor], filled: Filled) -> None:
-        """Check the parameters and compute the log-probabilities of the actions."""
-        loc, scale, action = (columns[key][filled] for key in self._keys)
+    def _judge(self, *values: Tensor) -> Tensor | None:
+        loc, scale, action = values
         _must_hold(~loc.isnan(), self._keys[0], "Normal")
         _must_hold(scale > 0, self._keys[1], "Normal")
         if self._log_prob is None:
-            return
-        if not self._is_squashed:
-            log_prob = -0.5 * ((action - loc) / scale).square() - scale.log() - 0.5 * math.log(2 * math.pi)
-        else:
-            log_prob = squashed_log_prob(unsquash(action, *self._ends), loc, scale, *self._ends).sum(-1)
-        columns[self._log_prob][filled] = log_prob
+            return None
+        if self._is_squashed:
+            return squashed_log_prob(unsquash(action, *self._ends), loc, scale, *self._ends).sum(-1)
+        return -0.5 * ((action - loc) / scale).square() - scale.log() - 0.5 * math.log(2 * math.pi)
 
 
 class DeltaStage(SamplingStage):
@@ -188,11 +217,9 @@ class DeltaStage(SamplingStage):
     def _act(self, params: list[np.ndarray], noise: np.ndarray | None, action: np.ndarray) -> None:
         action[:] = params[0]
 
-    def finish(self, columns: Mapping[Key, Tensor], filled: Filled) -> None:
-        """All of the density is where the action is; nothing is near a parameter that is not finite."""
-        if self._log_prob is not None:
-            is_there = columns[self._keys[0]][filled].isfinite().all(-1)
-            columns[self._log_prob][filled] = torch.where(is_there, math.inf, -math.inf)
+    def _judge(self, *values: Tensor) -> Tensor:
+        # All of the density is where the action is; nothing is near a parameter that is not finite.
+        return torch.where(values[0].isfinite().all(-1), math.inf, -math.inf)
 
 
 def sampling_stage(
@@ -200,8 +227,9 @@ def sampling_stage(
     reads: Mapping[Key, np.ndarray],
     writes: Mapping[Key, np.ndarray],
     exploration: InteractionType | None,
+    late: bool,
 ) -> SamplingStage | None:
-    """A stage that samples as `module` does; None if the module has to do it."""
+    """A stage that samples as `module` does, and judges `late`, for the whole slot; None if the module has to do it."""
     family = _family_of(module.distribution_class)
     exploration = exploration or module.default_interaction_type
     if family is None or exploration not in (InteractionType.RANDOM, *family.greedy) or not _is_plain(module):
@@ -221,7 +249,11 @@ def sampling_stage(
         return None  # the log-probability, computed later, would not find the parameter
     rows = {**{key: reads[key] for key in params}, action: writes[action]}
     stage = family.stage(module, rows, exploration is not InteractionType.RANDOM)
-    return stage if stage.fits else None
+    if not stage.fits:
+        return None
+    if not late:
+        stage.judge_at_once(writes[stage.late[0]] if stage.late else None)
+    return stage
 
 
 @dataclass(frozen=True)

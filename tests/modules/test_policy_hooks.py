@@ -40,15 +40,17 @@ HOOKED: dict[str, Callable[[Any], nn.Module]] = {
 
 
 @pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
-@pytest.mark.parametrize("where", HOOKED.values(), ids=HOOKED.keys())
-def test_hooks_are_called_once_per_step(where: Callable[[Any], nn.Module], kind: str) -> None:
+@pytest.mark.parametrize("name", HOOKED)
+def test_hooks_are_called_once_per_step(name: str, kind: str) -> None:
     policy = zoo.discrete()
     collector = zoo.begun(policy)
     counter = Counter()
-    handle = getattr(where(policy), kind)(counter)
+    handle = getattr(HOOKED[name](policy), kind)(counter)
     batch = collector.next()
     assert counter.calls == 6
-    assert zoo.stages_of(collector) == zoo.SLOW
+    # A hook inside a part sees no more than the part: it alone has to be called.
+    inside = name in ("the network", "a layer")
+    assert zoo.stages_of(collector) == (("TorchStage", "CategoricalStage") if inside else zoo.SLOW)
     handle.remove()
     zoo.assert_agrees(policy, batch)
     zoo.assert_agrees(policy, collector.next())

@@ -1,0 +1,145 @@
+"""A part that is not known takes only itself off the fast path, and sees what it would see in the whole."""
+
+from typing import Any
+
+import policy_zoo as zoo
+import pytest
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictModuleBase,
+    TensorDictSequential,
+)
+from torch import distributions as D
+from torch import nn
+
+
+class ValueHead(TensorDictModuleBase):
+    """Reads the observation and, without a word about it, everything that the actor has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_keys, self.out_keys = ["observation"], ["value"]
+        self.net = zoo.mlp(1)
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        score = tensordict.get("action_log_prob", None)
+        if score is not None:
+            self.seen.append(score.clone())
+        return tensordict.set("value", self.net(tensordict["observation"]))
+
+
+KNOWN = [
+    name
+    for name, case in zoo.ZOO.items()
+    if case.stages[-1].removesuffix("Stage") in ("Categorical", "Normal", "Delta")
+]
+KNOWN.remove("categorical that hides")  # from the parts behind it, too: the sequence is called as a whole
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_stands_before_a_foreign_part_stays_quick(name: str) -> None:
+    case = zoo.ZOO[name]
+    head = ValueHead()
+    policy = TensorDictSequential(case.make(), head)
+    collector = zoo.begun(policy, case.env())
+    assert zoo.stages_of(collector) == (*case.stages, "TensorDictStage")
+    head.seen.clear()
+    batch = collector.next()
+    seen = torch.stack(head.seen, 1) if head.seen else None
+    if seen is not None:
+        assert torch.equal(seen, batch["action_log_prob"])
+    zoo.assert_same(batch["value"], head.net(batch["observation"]).detach())
+    zoo.assert_agrees(policy, batch, case.tolerance)
+
+
+class Meddler(TensorDictModuleBase):
+    """Changes what the actor has made: the logits in place, and the action, as exploration does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_keys, self.out_keys = ["action"], ["action"]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        tensordict["logits"].mul_(0.0)
+        return tensordict.set("action", torch.zeros_like(tensordict["action"]))
+
+
+@zoo.each_way
+def test_log_probs_are_of_what_was_sampled_whatever_comes_behind(way: dict[str, Any]) -> None:
+    actor = zoo.discrete()
+    keeper = TensorDictModule(lambda x, y: (x.clone(), y.clone()), ["logits", "action"], ["before", "drawn"])
+    batch = zoo.collect(TensorDictSequential(*actor.module, keeper, Meddler()), **way)
+    assert not batch["action"].any()
+    assert batch["drawn"].any()
+    zoo.assert_same(batch["action_log_prob"], D.Categorical(logits=batch["before"]).log_prob(batch["drawn"]))
+
+
+# -- relatives -------------------------------------------------------------------------------------------------------
+
+
+class Named(TensorDictModule):
+    """A class of the user's own that says how it is made, and nothing else."""
+
+    def __init__(self, net: nn.Module, out: str) -> None:
+        super().__init__(net, in_keys=["observation"], out_keys=[out])
+
+    def parameter_count(self) -> int:
+        return sum(weight.numel() for weight in self.parameters())
+
+
+class Sampler(ProbabilisticTensorDictModule):
+    """The same for the part that draws."""
+
+
+class Actor(ProbabilisticTensorDictSequential):
+    """The same for the whole."""
+
+    def __init__(self) -> None:
+        head = Sampler(["logits"], ["action"], distribution_class=D.Categorical, return_log_prob=True)
+        super().__init__(Named(zoo.mlp(zoo.CHOICES), "logits"), head)
+
+
+def test_classes_that_change_nothing_act_as_those_they_come_from() -> None:
+    collector = zoo.begun(Actor())
+    zoo.assert_agrees(collector.policy, collector.next())
+    assert zoo.stages_of(collector) == zoo.FAST
+
+
+class Doubling(Named):
+    def _call_module(self, tensors: Any, **kwargs: Any) -> Any:
+        return super()._call_module(tensors, **kwargs) * 2
+
+
+class Writing(Named):
+    def _write_to_tensordict(self, tensordict: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        return super()._write_to_tensordict(tensordict, [tensor + 1 for tensor in tensors], *args, **kwargs)
+
+
+class Forward(Named):
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:  # type: ignore[override]
+        return tensordict.set("logits", self.module(tensordict["observation"]) * 3)
+
+
+@pytest.mark.parametrize("kind", [Doubling, Writing, Forward])
+def test_classes_that_change_what_a_call_does_are_called(kind: Any) -> None:
+    part = kind(zoo.mlp(zoo.CHOICES), "logits")
+    policy = ProbabilisticTensorDictSequential(part, zoo.sampler(D.Categorical))
+    collector = zoo.begun(policy)
+    zoo.assert_agrees(policy, collector.next())
+    assert zoo.stages_of(collector) == ("TensorDictStage", "CategoricalStage")
+
+
+class Twice(TensorDictSequential):
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:  # type: ignore[override]
+        return super().forward(super().forward(tensordict))
+
+
+def test_a_sequence_with_a_forward_of_its_own_is_called_as_a_whole() -> None:
+    again = TensorDictModule(lambda x, y: x[..., : zoo.CHOICES] + y.shape[-1], ["observation", "raw"], ["action"])
+    policy = Twice(zoo.module(zoo.mlp(zoo.CHOICES), "raw"), again)
+    assert zoo.stages_after(policy) == zoo.SLOW
