@@ -40,10 +40,11 @@ def one_env(kind: Kind) -> None:
 
 
 def own_policy(kind: Kind) -> None:
-    """`collector.policy` is the very object that was given, which acts."""
+    """The very object that was given acts: what is done to it counts at once."""
     policy = net()
     with kind.build(None, policy) as collector:
-        assert collector.policy is policy
+        set_to(policy.module, 1.0)
+        assert (collector.next()["action"] == 1.0).all()
 
 
 def any_buffer(kind: Kind) -> None:
