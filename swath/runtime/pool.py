@@ -36,7 +36,7 @@ from swath.runtime.carrier import (
     Warned,
 )
 from swath.runtime.faults import Failure
-from swath.runtime.interrupts import Undisturbed
+from swath.runtime.interrupts import undisturbed
 
 LOOK_S = 1.0
 """How often a thread that waits looks for workers that have stalled."""
@@ -147,7 +147,6 @@ class Pool(Generic[W]):
         self._killed: dict[int, str] = {}
         """Why a worker was killed by us."""
         self._inbox: deque[tuple[int, News]] = deque()
-        self._undisturbed = Undisturbed()
         self._turn = threading.Condition()
         self._attendant: int | None = None
         """The thread that attends."""
@@ -305,7 +304,7 @@ class Pool(Generic[W]):
 
     def _take_in(self) -> None:
         """See to all news. If that raises, as warnings may, what is left waits for the next call."""
-        with self._undisturbed:
+        with undisturbed:
             self._inbox.extend(self.carrier.receive())
         while self._inbox:
             index, news = self._inbox.popleft()

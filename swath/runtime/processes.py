@@ -24,7 +24,7 @@ from swath.runtime.board import Board
 from swath.runtime.carrier import Ended, Finished, Message, News, Order, Place, Stop, Subscribe, Task, Topic
 from swath.runtime.channel import Channel
 from swath.runtime.columns import Columns, Leaf
-from swath.runtime.interrupts import Undisturbed
+from swath.runtime.interrupts import undisturbed
 from swath.runtime.process import Process, end_all, start
 from swath.runtime.session import Session
 from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore
@@ -72,7 +72,6 @@ class ProcessCarrier:
         self._leased = 0
         self._known: dict[int, set[int]] = {}
         """The numbers of memory that each worker has been sent."""
-        self._undisturbed = Undisturbed()
         self._owner = os.getpid()
 
     # -- control -----------------------------------------------------------------------------------------------
@@ -123,7 +122,7 @@ class ProcessCarrier:
         if isinstance(message, Order) and message.place is not None:
             message = replace(message, place=self._mention(index, message.place))
         # An interrupt must not leave half a message on its way.
-        with contextlib.suppress(ChannelClosedError), self._undisturbed:
+        with contextlib.suppress(ChannelClosedError), undisturbed:
             process.channel.send(message, by_value=not isinstance(message, Order | Subscribe))
 
     def watch(self, fd: int) -> None:
