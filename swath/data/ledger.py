@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from swath.data.contents import EMPTY
-from swath.runtime import is_alive, own_birth
+from swath.runtime import is_alive, own_birth, undisturbed
 
 WRITERS = 256
 """How many processes can write at the same time."""
@@ -308,7 +308,8 @@ class Ledger:
             with self.lock:
                 ahead = self._in_the_way(self.head + 1, self.capacity)  # any writer that lives is busy with some row
                 if ahead is None:
-                    yield
+                    with undisturbed:  # or an interrupt on the way in or out would leave the lock to a traceback
+                        yield
                     return
             _wait_for(ahead, deadline)
 

@@ -2,7 +2,7 @@
 
 from swath.runtime.channel import Channel
 from swath.runtime.faults import Failure
-from swath.runtime.interrupts import Undisturbed
+from swath.runtime.interrupts import Section, undisturbed
 from swath.runtime.liveness import is_alive, own_birth
 from swath.runtime.locks import ProcessLock
 from swath.runtime.memory import Block, FileBlock, MemoryBlock
@@ -19,8 +19,9 @@ __all__ = [
     "MemoryBlock",
     "ProcessLock",
     "Rounds",
-    "Undisturbed",
+    "Section",
     "follow",
     "is_alive",
     "own_birth",
+    "undisturbed",
 ]

@@ -1,7 +1,21 @@
-"""Keeping Ctrl-C out of the few moments in which it would leave something half done."""
+"""Moments that nothing disturbs: no signal handler, and no other thread.
+
+NOTE [Moments]: Python runs signal handlers in its main thread, between any two instructions, and what they raise
+(Ctrl-C, for one) comes from there. What was half done then stays so: a message that was read and not yet kept, a lock
+that was taken and not yet noted. So whatever must be done in full or not at all is done in a moment, in which handlers
+wait: `undisturbed`. Where other threads change the same things, a `Section` keeps them out as well.
+
+Both are short, and nobody waits in them for anybody else: a handler may call whatever it likes, because it is called
+while nothing is half done, and a thread that has to wait for a section waits for microseconds. Should a moment last
+all the same, as when a large buffer is saved, handlers no longer wait after `LONGEST_S`, but for those that would come
+while a moment is being entered or left.
+"""
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
+import contextlib
+import os
 import signal
 import threading
 import time
@@ -9,50 +23,100 @@ from types import FrameType
 from typing import Any
 
 LONGEST_S = 1.0
-"""After how long an interrupt is no longer held: somebody is stuck, or was torn out of the context."""
+"""After how long a handler no longer waits for the end of a moment."""
+SIGNALS = sorted(map(int, set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP}))
+OWN_FILES = {__file__, contextlib.__file__}
+"""Where moments are entered and left."""
 
 
 class Undisturbed:
-    """A context, for moments only, in which an interrupt (SIGINT) waits; it comes when the context ends.
+    """A context, for moments only, in which handlers of signals wait; they come when the context ends.
 
-    Python interrupts only its main thread; in others there is nothing to be done. May be entered again when it was
-    left, but not within itself.
+    There is one, `undisturbed`, which may be entered again within itself. Outside of the main thread nothing is to be
+    done: handlers never run there.
     """
 
     def __init__(self) -> None:
-        self._before: Any = None
+        self._depth = 0
         self._since = 0.0
-        self._held: tuple[int, FrameType | None] | None = None
+        self._before: dict[int, Any] = {}
+        """The handlers in whose place ours stands."""
+        self._held: list[int] = []
+        self._seen: list[Any] = []
+        self._handled: list[tuple[int, Any]] = []
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
-        if time.monotonic() - self._since < LONGEST_S:
-            self._held = (number, frame)
+        is_short = self._depth and time.monotonic() - self._since < LONGEST_S
+        if is_short or (frame is not None and frame.f_code.co_filename in OWN_FILES):
+            self._held.append(number)
             return
-        signal.signal(signal.SIGINT, self._before)
-        if callable(self._before):
-            self._before(number, frame)
+        before = self._before[number]
+        if not self._depth:  # the handler of another signal has raised something while we stepped in or out
+            signal.signal(number, before)
+        before(number, frame)
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        self._held = None
-        before = signal.getsignal(signal.SIGINT)
-        if before is None:  # not Python's; it is left alone
+        if not self._depth:
+            self._since = time.monotonic()
+            seen = list(map(_signal.getsignal, SIGNALS))
+            if seen != self._seen:
+                own = [(n, found) for n, found in zip(SIGNALS, seen, strict=True) if callable(found)]
+                self._handled, self._seen = [(n, found) for n, found in own if found != self._hold], seen
+            for number, before in self._handled:
+                self._before[number] = before
+                _signal.signal(number, self._hold)
+        self._depth += 1
+
+    def __exit__(self, *exc: object) -> None:
+        """Let them come, also those that have come meanwhile."""
+        if not self._depth or threading.current_thread() is not threading.main_thread():
             return
-        if before != self._hold:  # else an exception has torn us out of the context before
-            self._before = before
-        self._since = time.monotonic()
+        self._depth -= 1
+        if self._depth:
+            return
+        for number, before in self._before.items():
+            if _signal.getsignal(number) == self._hold:
+                _signal.signal(number, before)
+        self._before.clear()
+        while self._held:
+            signal.raise_signal(self._held.pop(0))
+
+    def breathe(self) -> None:
+        """Let those come that have come meanwhile, as nothing is half done just now."""
+        if self._held and self._depth == 1 and threading.current_thread() is threading.main_thread():
+            try:
+                self.__exit__()
+            finally:
+                self.__enter__()
+
+    def forget(self) -> None:
+        """In a forked child: whoever was in a moment is not there."""
+        self._depth = min(self._depth, 1)
+        self._held.clear()
+        self.__exit__()
+
+
+undisturbed = Undisturbed()
+os.register_at_fork(after_in_child=undisturbed.forget)
+
+
+class Section:
+    """A context, for moments only, of one thread at a time, which may enter it again; `undisturbed` as well."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        undisturbed.__enter__()
         try:
-            signal.signal(signal.SIGINT, self._hold)
-        except BaseException:  # by the handler of another signal
-            signal.signal(signal.SIGINT, self._before)
+            while not self._lock.acquire(timeout=LONGEST_S):  # somebody is stuck in there
+                undisturbed.breathe()
+        except BaseException:
+            undisturbed.__exit__()
             raise
 
     def __exit__(self, *exc: object) -> None:
-        """Let them come, also the one that has come meanwhile."""
-        if signal.getsignal(signal.SIGINT) != self._hold or threading.current_thread() is not threading.main_thread():
-            return
-        signal.signal(signal.SIGINT, self._before)
-        held, self._held = self._held, None
-        if held is not None and callable(self._before):
-            self._before(*held)
+        self._lock.release()
+        undisturbed.__exit__()

@@ -8,11 +8,15 @@ import threading
 import time
 import weakref
 
+from swath.runtime.interrupts import OWN_FILES, undisturbed
 from swath.runtime.memory import Block
 
 PATIENCE_S = 120.0
 """Longer than a large buffer takes to be saved, during which its lock is held."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 2e-3
+LOOK_S = 0.1
+"""How often a thread that waits for another looks whether it was interrupted."""
+OWN_FILES.add(__file__)
 
 
 class ProcessLock:
@@ -22,6 +26,9 @@ class ProcessLock:
     that opened it, at whatever instruction it was killed. Semaphores and condition variables do not: whoever is killed
     with one locks out all others for ever. The price is that waiting means asking again: `flock` knows no deadline, and
     a holder that is stopped (not dead) must end in an error, not in a hang. It is held for microseconds.
+
+    Whoever has it is undisturbed (NOTE [Moments]): an interrupt can neither come between taking and noting it, nor
+    between the end of a `with` block and giving it back. Waiting for it can be interrupted.
     """
 
     def __init__(self, block: Block) -> None:
@@ -43,17 +50,25 @@ class ProcessLock:
             os.close(self._fd)
             self._begin()
         deadline = time.monotonic() + timeout_s
-        if not self._threads.acquire(timeout=timeout_s):
-            raise TimeoutError(f"Another thread of this process has held a shared lock for {timeout_s:.0f} s.")
-        if self._depth:  # this thread has it already
-            self._depth += 1
-            return
+        undisturbed.__enter__()
         try:
-            self._await_processes(deadline)
-            self._depth = 1
+            self._await_threads(deadline, timeout_s)
+            try:
+                if not self._depth:  # otherwise this thread has it already
+                    self._await_processes(deadline)
+            except BaseException:
+                self._threads.release()
+                raise
         except BaseException:  # also an interrupt
-            self._threads.release()
+            undisturbed.__exit__()
             raise
+        self._depth += 1
+
+    def _await_threads(self, deadline: float, timeout_s: float) -> None:
+        while not self._threads.acquire(timeout=max(0.0, min(LOOK_S, deadline - time.monotonic()))):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"Another thread of this process has held a shared lock for {timeout_s:.0f} s.")
+            undisturbed.breathe()
 
     def _await_processes(self, deadline: float) -> None:
         pause = FIRST_PAUSE_S
@@ -68,6 +83,7 @@ class ProcessLock:
                     ) from None
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
+            undisturbed.breathe()
 
     def release(self) -> None:
         """Give the lock back."""
@@ -75,6 +91,7 @@ class ProcessLock:
         if not self._depth:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         self._threads.release()
+        undisturbed.__exit__()
 
     def __enter__(self) -> None:
         self.acquire()

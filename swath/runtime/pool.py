@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import cloudpickle
@@ -36,7 +36,8 @@ from swath.runtime.carrier import (
     Warned,
 )
 from swath.runtime.faults import Failure
-from swath.runtime.interrupts import Undisturbed
+from swath.runtime.interrupts import Section, undisturbed
+from swath.runtime.turns import Turns
 
 LOOK_S = 1.0
 """How often a thread that waits looks for workers that have stalled."""
@@ -146,11 +147,12 @@ class Pool(Generic[W]):
         self._started_at: dict[int, float] = {}
         self._killed: dict[int, str] = {}
         """Why a worker was killed by us."""
+        self._failing: dict[int, BaseException] = {}
+        """Workers that are of no use any more and have not been replaced or dropped yet, and why."""
         self._inbox: deque[tuple[int, News]] = deque()
-        self._undisturbed = Undisturbed()
-        self._turn = threading.Condition()
-        self._attendant: int | None = None
-        """The thread that attends."""
+        self.section = Section()
+        """All that changes what is known of work and questions is done in here; see NOTE [Moments]."""
+        self._turns = Turns()
 
     # -- starting and stopping ---------------------------------------------------------------------------------
 
@@ -200,10 +202,15 @@ class Pool(Generic[W]):
         """Stop a worker, and go on without it; what it had under way is lost."""
         self.started.pop(index, None)
         self.carrier.stop(index)
-        self._dropped.add(index)
-        for number, (asked, _) in list(self._asked.items()):
-            if asked == index:
-                self._asked.pop(number, None)
+        with self.section:
+            self._dropped.add(index)
+            for number, (asked, _) in list(self._asked.items()):
+                if asked == index:
+                    self._asked.pop(number, None)
+            self._failing.pop(index, None)
+            self._forget_work(index)
+
+    def _forget_work(self, index: int) -> None:
         lost, self._outstanding[index] = self._outstanding[index], deque()
         for work in lost:
             work.is_over = work.is_lost = True
@@ -226,10 +233,15 @@ class Pool(Generic[W]):
 
     def issue(self, work: W) -> None:
         """Let a worker do `work`."""
-        work.ticket = self.last_ticket[work.index] = next(self._numbers)
-        self._outstanding[work.index].append(work)
-        self._pulse.pop(work.index, None)  # from now on it is expected to move
-        self.carrier.send(work.index, Order(work.ticket, work.request, work.place))
+        with self.section:
+            if work.index in self._dropped:  # just now, by another thread
+                work.is_over = work.is_lost = True
+                return
+            work.ticket = self.last_ticket[work.index] = next(self._numbers)
+            self._outstanding[work.index].append(work)
+            self._pulse.pop(work.index, None)  # from now on it is expected to move
+            if work.index not in self._failing:  # otherwise its replacement is given it
+                self.carrier.send(work.index, Order(work.ticket, work.request, work.place))
 
     def outstanding(self, index: int) -> int:
         """How many pieces of work the worker has not finished."""
@@ -255,19 +267,20 @@ class Pool(Generic[W]):
         try:
             for index, request in requests.items():
                 question = Question(next(self._numbers), request, discards_work)
-                if discards_work:
-                    self._outstanding[index] = deque()  # another thread may be looking at the former
-                asked[question.number] = index
-                self._asked[question.number] = (index, question)
-                if index in self._dropped:
-                    self._asked.pop(question.number, None)
-                    continue
-                self._pulse.pop(index, None)
-                self.carrier.send(index, question)
+                with self.section:
+                    if index in self._dropped:
+                        continue
+                    if discards_work:
+                        self._forget_work(index)
+                    asked[question.number] = index
+                    self._asked[question.number] = (index, question)
+                    self._pulse.pop(index, None)
+                    if index not in self._failing:
+                        self.carrier.send(index, question)
             while late := [index for number, index in asked.items() if number in self._asked]:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"Workers {late} of {self.name} have not answered in time: {what}.")
-                self.attend(LOOK_S)
+                self.attend(LOOK_S, works=False)
             # A worker that was dropped has not answered.
             answers = {index: self._answers[number] for number, index in asked.items() if number in self._answers}
         finally:  # also if it was interrupted: nobody will ask for these answers again
@@ -278,39 +291,40 @@ class Pool(Generic[W]):
 
     # -- attending ---------------------------------------------------------------------------------------------
 
-    def attend(self, timeout_s: float) -> None:
-        """Wait for something to come from workers, and see to it; raises what cannot be mended."""
+    def attend(self, timeout_s: float, *, works: bool = True) -> None:
+        """Wait for something to come from workers, and see to it; raises what cannot be mended.
+
+        Unless it `works`, a local worker does not begin anything meanwhile.
+        """
         if self.failure is not None:
             raise self.failure
-        me, is_first = threading.get_ident(), False
-        try:
-            with self._turn:
-                if self._attendant is None:
-                    self._attendant, is_first = me, True
-                elif self._attendant != me:
-                    self._turn.wait(timeout_s)  # another thread sees to it
-                    return
-            if self.is_closed:
-                raise ClosedError(f"{self.name} was shut down while it was waited for.")
-            # In a local worker that is at work just now, waiting would mean to begin its next work within it.
-            is_within = self.carrier.is_local and not is_first
-            if self._inbox or is_within or self.carrier.wait(timeout_s):
-                self._take_in()
-            self._look_for_stalls()
-        finally:
-            if is_first:
-                with self._turn:
-                    self._attendant = None
-                    self._turn.notify_all()
+        self._turns.take(partial(self._attend, timeout_s, works), timeout_s)
+
+    def _attend(self, timeout_s: float, works: bool, is_first: bool) -> None:
+        if self.is_closed:
+            raise ClosedError(f"{self.name} was shut down while it was waited for.")
+        for index, error in list(self._failing.items()):  # an interrupt came between
+            self.fail(index, error)
+        # In a local worker that is at work just now, waiting would mean to begin its next work within it.
+        is_quick = self.carrier.is_local and not (is_first and works)
+        if self._inbox or self.carrier.wait(0.0 if is_quick else timeout_s):
+            self._take_in()
+        self._look_for_stalls()
 
     def _take_in(self) -> None:
         """See to all news. If that raises, as warnings may, what is left waits for the next call."""
-        with self._undisturbed:
+        with self.section:
             self._inbox.extend(self.carrier.receive())
         while self._inbox:
-            index, news = self._inbox.popleft()
-            if index not in self.carrier.workers:
-                continue
+            with self.section:
+                while self._inbox and isinstance(self._inbox[0][1], Started | Finished | Answer):
+                    self._see_to(*self._inbox.popleft())
+            with undisturbed:  # but others may go on: this may take longer
+                if self._inbox:
+                    self._see_to(*self._inbox.popleft())
+
+    def _see_to(self, index: int, news: News) -> None:
+        if index in self.carrier.workers:
             match news:
                 case Finished():
                     self._finish(index, news)
@@ -397,6 +411,7 @@ class Pool(Generic[W]):
 
     def fail(self, index: int, error: BaseException) -> None:
         """A worker is of no use any more: raise `error`, or mend what it has broken."""
+        self._failing[index] = error
         if index in self._joining:  # whoever adds it raises that
             self._joining[index] = error
             return self.remove(index)
@@ -423,11 +438,13 @@ class Pool(Generic[W]):
         self.restarts += 1
         self._start(index, replaces=True)
         self._owner.restarted(index)
-        for number, (asked, question) in list(self._asked.items()):
-            if asked == index and number in self._asked:
-                self.carrier.send(index, question)
-        for work in self._outstanding[index]:
-            self.carrier.send(index, Order(work.ticket, work.request, work.place))
+        with self.section:
+            self._failing.pop(index, None)
+            for asked, question in list(self._asked.values()):
+                if asked == index:
+                    self.carrier.send(index, question)
+            for work in self._outstanding[index]:
+                self.carrier.send(index, Order(work.ticket, work.request, work.place))
         which = f"Worker {index} of {self.name} is restarted ({self._restarted[index]} of "
         summary = f"{self.supervision.max_restarts}): {type(error).__name__}: {error}"
         warnings.warn(which + summary, WorkerRestartedWarning, stacklevel=5)

@@ -15,6 +15,7 @@ from swath.errors import ChannelClosedError
 from swath.runtime.carrier import Answer, Failed, Link, Message, Order, Packed, Question, Started, Stop, Subscribe, Task
 from swath.runtime.channel import pack
 from swath.runtime.faults import Failure
+from swath.runtime.interrupts import undisturbed
 
 
 class Session:
@@ -82,11 +83,12 @@ class Session:
         return bool(self._control)
 
     def _take_in(self, wait: bool) -> None:
-        for message in self._link.receive(wait=wait):
-            if isinstance(message, Order):
-                self._orders.append(message)
-            else:
-                self._control.append(message)
+        with undisturbed if self._link.is_local else contextlib.nullcontext():
+            for message in self._link.receive(wait=wait):
+                if isinstance(message, Order):
+                    self._orders.append(message)
+                else:
+                    self._control.append(message)
 
     def _work(self, order: Order) -> None:
         try:

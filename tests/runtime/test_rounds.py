@@ -1,4 +1,4 @@
-"""Rounds: nobody sleeps through one, nobody is woken for another's, and interrupts wait where they must."""
+"""Rounds: nobody sleeps through one, nobody is woken for another's."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import contextlib
 import os
 import select
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
-from swath.runtime import Event, Member, MemoryBlock, Rounds, Undisturbed, interrupts
+from swath.runtime import Event, Member, MemoryBlock, Rounds
 from swath.runtime import rounds as module
 
 pytestmark = pytest.mark.timeout(60)
@@ -159,68 +158,3 @@ def test_closing_leaves_no_descriptor() -> None:
     led.close()
     led.close()
     assert set(os.listdir("/proc/self/fd")) == before
-
-
-def test_an_interrupt_waits_until_it_may_come() -> None:
-    undisturbed, done = Undisturbed(), []
-
-    def interrupted() -> None:
-        with undisturbed:
-            signal.raise_signal(signal.SIGINT)
-            done.append(True)
-
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            interrupted()
-    assert done == [True, True]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with undisturbed:
-        pass
-
-
-def test_another_thread_that_enters_loses_no_interrupt() -> None:
-    undisturbed = Undisturbed()
-
-    def enter() -> None:
-        with undisturbed:
-            pass
-
-    def interrupted() -> None:
-        with undisturbed:
-            signal.raise_signal(signal.SIGINT)
-            thread = threading.Thread(target=enter)
-            thread.start()
-            thread.join()
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-
-
-def test_one_that_was_never_left_holds_nothing_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the handler of another signal raises just before the end of the context."""
-    monkeypatch.setattr(interrupts, "LONGEST_S", 0.0)
-    torn = Undisturbed()
-    torn.__enter__()
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    torn.__enter__()
-    with torn:
-        pass
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_handler_of_the_user_s_is_called_afterwards() -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
-    try:
-        with Undisturbed():
-            signal.raise_signal(signal.SIGINT)
-            assert heard == []
-        assert heard == [signal.SIGINT]
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with Undisturbed():
-            signal.raise_signal(signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)

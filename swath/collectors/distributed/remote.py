@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import pickle
 import queue
-import select
 import threading
 import time
 from collections import deque
@@ -45,6 +44,7 @@ from swath.runtime.memory import PrivateBlock
 from swath.runtime.processes import LAST_WORDS_S, SHUTDOWN_S
 from swath.runtime.rounds import Event
 from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore, Values
+from swath.runtime.watch import Watch
 
 PULSE = pack_parcel(Pulse())
 LOOK_S = 0.1
@@ -108,8 +108,7 @@ class RemoteCarrier:
         self.heartbeat, self.report, self.unreported_steps = board.heartbeat, board.report, board.unreported_steps
         self._connections: dict[int, NodeConnection] = {}
         self._came = Event()
-        self._poll = select.poll()
-        self._poll.register(self._came.fd, select.POLLIN)
+        self._watch = Watch(self._came.fd)
         self._owner = os.getpid()
 
     # -- control -----------------------------------------------------------------------------------------------
@@ -149,7 +148,7 @@ class RemoteCarrier:
     def wait(self, timeout_s: float) -> bool:
         for connection in list(self._connections.values()):
             connection.look_for_silence(self._timeout_s)
-        return bool(self._poll.poll(max(0.0, timeout_s) * 1000))
+        return bool(self._watch.wait(timeout_s))
 
     def receive(self) -> list[tuple[int, News]]:
         self._came.lower()
