@@ -37,29 +37,11 @@ from swath.runtime.carrier import (
 )
 from swath.runtime.faults import Failure
 from swath.runtime.interrupts import Section, undisturbed
+from swath.runtime.supervision import Replacements, Supervision, WorkerClocks
 from swath.runtime.turns import Turns
 
 LOOK_S = 1.0
 """How often a thread that waits looks for workers that have stalled."""
-
-
-@dataclass(frozen=True)
-class Supervision:
-    """What happens when a worker fails, and when it is said to have stalled.
-
-    Attributes:
-        on_failure: "raise" the error, "restart" the worker, or "drop" it and go on with the others.
-        max_restarts: how often each worker is restarted; then the error is raised.
-        stall_warning_s: after how many seconds without a heartbeat a worker is named in a warning.
-        stall_timeout_s: after how many it is killed, which `on_failure` then deals with; None waits on.
-        start_timeout_s: how long a worker may take to start.
-    """
-
-    on_failure: str = "raise"
-    max_restarts: int = 3
-    stall_warning_s: float = 15.0
-    stall_timeout_s: float | None = None
-    start_timeout_s: float = 300.0
 
 
 @dataclass(eq=False)
@@ -135,6 +117,7 @@ class Pool(Generic[W]):
         self._owner = owner
         self._doing, self._is_busy, self._heartbeat = doing, is_busy, pulse or carrier.heartbeat
         self._restarted: dict[int, int] = {}
+        self.replacements = Replacements()
         self._dropped: set[int] = set()
         self._joining: dict[int, BaseException | None] = {}
         """Workers that were added later and are not ready yet, and what has kept them from it."""
@@ -142,13 +125,10 @@ class Pool(Generic[W]):
         self._asked: dict[int, tuple[int, Question]] = {}
         self._answers: dict[int, Answer] = {}
         self._numbers = itertools.count(1)
-        self._pulse: dict[int, tuple[int, float]] = {}
+        self._clocks = WorkerClocks()
         self._stalled: set[int] = set()
-        self._started_at: dict[int, float] = {}
         self._killed: dict[int, str] = {}
         """Why a worker was killed by us."""
-        self._failing: dict[int, BaseException] = {}
-        """Workers that are of no use any more and have not been replaced or dropped yet, and why."""
         self._inbox: deque[tuple[int, News]] = deque()
         self.section = Section()
         """All that changes what is known of work and questions is done in here; see NOTE [Moments]."""
@@ -201,13 +181,13 @@ class Pool(Generic[W]):
     def remove(self, index: int) -> None:
         """Stop a worker, and go on without it; what it had under way is lost."""
         self.started.pop(index, None)
+        self.replacements.forget(index)
         self.carrier.stop(index)
         with self.section:
             self._dropped.add(index)
             for number, (asked, _) in list(self._asked.items()):
                 if asked == index:
                     self._asked.pop(number, None)
-            self._failing.pop(index, None)
             self._forget_work(index)
 
     def _forget_work(self, index: int) -> None:
@@ -216,8 +196,8 @@ class Pool(Generic[W]):
             work.is_over = work.is_lost = True
 
     def _start(self, index: int, replaces: bool) -> None:
-        self._started_at[index] = time.monotonic()
-        self._pulse.pop(index, None)
+        self.started.pop(index, None)
+        self._clocks.start(index)
         self._stalled.discard(index)
         self._killed.pop(index, None)
         self.carrier.start(index, self._owner.task(index, replaces))
@@ -239,8 +219,8 @@ class Pool(Generic[W]):
                 return
             work.ticket = self.last_ticket[work.index] = next(self._numbers)
             self._outstanding[work.index].append(work)
-            self._pulse.pop(work.index, None)  # from now on it is expected to move
-            if work.index not in self._failing:  # otherwise its replacement is given it
+            self._clocks.expect(work.index)
+            if work.index not in self.replacements:  # otherwise its replacement is given it
                 self.carrier.send(work.index, Order(work.ticket, work.request, work.place))
 
     def outstanding(self, index: int) -> int:
@@ -274,8 +254,8 @@ class Pool(Generic[W]):
                         self._forget_work(index)
                     asked[question.number] = index
                     self._asked[question.number] = (index, question)
-                    self._pulse.pop(index, None)
-                    if index not in self._failing:
+                    self._clocks.expect(index)
+                    if index not in self.replacements:
                         self.carrier.send(index, question)
             while late := [index for number, index in asked.items() if number in self._asked]:
                 if time.monotonic() > deadline:
@@ -292,10 +272,7 @@ class Pool(Generic[W]):
     # -- attending ---------------------------------------------------------------------------------------------
 
     def attend(self, timeout_s: float, *, works: bool = True) -> None:
-        """Wait for something to come from workers, and see to it; raises what cannot be mended.
-
-        Unless it `works`, a local worker does not begin anything meanwhile.
-        """
+        """Wait for news of workers, and see to them; raises what cannot be mended. Only if it `works` do local ones."""
         if self.failure is not None:
             raise self.failure
         self._turns.take(partial(self._attend, timeout_s, works), timeout_s)
@@ -303,12 +280,12 @@ class Pool(Generic[W]):
     def _attend(self, timeout_s: float, works: bool, is_first: bool) -> None:
         if self.is_closed:
             raise ClosedError(f"{self.name} was shut down while it was waited for.")
-        for index, error in list(self._failing.items()):  # an interrupt came between
-            self.fail(index, error)
         # In a local worker that is at work just now, waiting would mean to begin its next work within it.
         is_quick = self.carrier.is_local and not (is_first and works)
-        if self._inbox or self.carrier.wait(0.0 if is_quick else timeout_s):
+        patience_s = 0.0 if is_quick else self.replacements.patience_s(timeout_s)
+        if self._inbox or self._clocks.wait(self.carrier.wait, patience_s):
             self._take_in()
+        self._replace_failed()
         self._look_for_stalls()
 
     def _take_in(self) -> None:
@@ -333,6 +310,7 @@ class Pool(Generic[W]):
                         self._answers[news.number] = news
                 case Started():
                     self.started[index] = news.description
+                    self._clocks.expect(index)
                 case Warned():
                     warnings.warn_explicit(f"Worker {index}: {news.text}", news.category, "swath", index)
                 case Failed():
@@ -368,28 +346,27 @@ class Pool(Generic[W]):
     def expect_progress(self, indices: Iterable[int]) -> None:
         """From now on, these workers are expected to move."""
         for index in indices:
-            self._pulse.pop(index, None)
+            self._clocks.expect(index)
 
     def _look_for_stalls(self) -> None:
-        now, limit = time.monotonic(), self.supervision.stall_timeout_s
+        clocks, supervision = self._clocks, self.supervision
+        limit, start_s = supervision.stall_timeout_s, supervision.start_timeout_s
+        clocks.look()
         asked = {index for index, _ in list(self._asked.values())}
-        for index in self.indices:
+        for index in [index for index in self.indices if index not in self.replacements]:
             is_ready = index in self.started
             is_busy = bool(self._outstanding[index]) or index in asked or not is_ready
             is_busy = is_busy or (self._is_busy is not None and self._is_busy(index))
-            beats = self._heartbeat(index)
-            last, since = self._pulse.get(index, (-1, now))
-            if not is_busy or beats != last:
-                self._pulse[index] = (beats, now)
+            still_s = clocks.still_s(index, self._heartbeat(index), is_busy)
+            if not still_s:
                 self._stalled.discard(index)
-            elif now - since > self.supervision.stall_warning_s and index not in self._stalled:
+            elif still_s > supervision.stall_warning_s and index not in self._stalled:
                 self._stalled.add(index)
-                self._warn_of_stall(index, now - since)
-            if is_busy and limit is not None and now - self._pulse[index][1] > limit and index not in self._killed:
+                self._warn_of_stall(index, still_s)
+            if is_ready and limit is not None and still_s > limit and index not in self._killed:
                 self._killed[index] = f"It had made no step for stall_timeout_s={limit:g} seconds."
                 self.carrier.kill(index)  # its end will be seen to as any other
-            start_s = self.supervision.start_timeout_s
-            if not is_ready and now - self._started_at[index] > start_s:
+            if not is_ready and clocks.starting_s(index) > start_s:
                 late = f"Worker {index} of {self.name} has not made its env and policy within start_timeout_s="
                 self.fail(index, TimeoutError(f"{late}{start_s:.0f} s."))
 
@@ -411,11 +388,13 @@ class Pool(Generic[W]):
 
     def fail(self, index: int, error: BaseException) -> None:
         """A worker is of no use any more: raise `error`, or mend what it has broken."""
-        self._failing[index] = error
         if index in self._joining:  # whoever adds it raises that
             self._joining[index] = error
             return self.remove(index)
+        if index in self.replacements:
+            return None
         policy, count = self.supervision.on_failure, self._restarted.get(index, 0)
+        has_moved = self._clocks.has_moved(index, self._heartbeat(index))
         was_ready = index in self.started or count > 0
         self.started.pop(index, None)
         is_hopeless = policy == "restart" and count >= self.supervision.max_restarts
@@ -427,19 +406,24 @@ class Pool(Generic[W]):
                 annotate(error, "No worker is left.")
             self.failure = error
             raise error
-        self._owner.lost(index)
         if policy == "drop":
-            self._drop(index, error)
-        else:
-            self._restart(index, error)
+            return self._drop(index, error)
+        self.replacements.plan(index, error, has_moved)
+        return self._replace_failed()
+
+    def _replace_failed(self) -> None:
+        for index, error in self.replacements.due():
+            with undisturbed:
+                self._restart(index, error)
 
     def _restart(self, index: int, error: BaseException) -> None:
+        self._owner.lost(index)
         self._restarted[index] = self._restarted.get(index, 0) + 1
         self.restarts += 1
         self._start(index, replaces=True)
         self._owner.restarted(index)
         with self.section:
-            self._failing.pop(index, None)
+            self.replacements.forget(index)
             for asked, question in list(self._asked.values()):
                 if asked == index:
                     self.carrier.send(index, question)
@@ -450,6 +434,7 @@ class Pool(Generic[W]):
         warnings.warn(which + summary, WorkerRestartedWarning, stacklevel=5)
 
     def _drop(self, index: int, error: BaseException) -> None:
+        self._owner.lost(index)
         self.remove(index)
         warnings.warn(
             f"Worker {index} of {self.name} is dropped, {len(self.indices)} are left: {type(error).__name__}: {error}",
