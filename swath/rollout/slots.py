@@ -40,22 +40,20 @@ class Slot:
         self.batch_size = batch_size
         self.lanes, self.steps = memory.shape
         self.is_retired = False
+        """Whether it is not used again when it comes back."""
         self._handed_out: list[weakref.ref[np.ndarray]] = []
-        self._take(memory.tensors)
+        self.tensors = memory.tensors
+        self._is_on_cpu = all(tensor.device.type == "cpu" for tensor in self.tensors.values())
+        self.columns: dict[Key, Any] = {
+            key: tensor.numpy() if self._is_on_cpu else tensor for key, tensor in self.tensors.items()
+        }
+        """Arrays on the CPU, tensors elsewhere."""
         _slots[id(memory)] = self
 
     @staticmethod
     def over(memory: Columns, batch_size: tuple[int, ...]) -> Slot:
         """The slot of this memory, which may exist already."""
         return _slots.get(id(memory)) or Slot(memory, batch_size)
-
-    def _take(self, tensors: Mapping[Key, Tensor]) -> None:
-        self.tensors = dict(tensors)
-        self._is_on_cpu = all(tensor.device.type == "cpu" for tensor in tensors.values())
-        self.columns: dict[Key, Any] = {
-            key: tensor.numpy() if self._is_on_cpu else tensor for key, tensor in tensors.items()
-        }
-        """Arrays on the CPU, tensors elsewhere."""
 
     def array(self, key: Key) -> np.ndarray:
         """The column `key` as an array; a copy of it, if it lies on another device."""
@@ -96,8 +94,8 @@ class Slot:
             elif len(self.batch_size) > 1:
                 tensor = tensor.unflatten(0, self.batch_size)
             entries[key] = tensor
-        if not self._is_on_cpu:  # an accelerator's allocator caches by itself
-            self._take({key: torch.zeros_like(tensor) for key, tensor in self.tensors.items()})
+        if not self._is_on_cpu:  # nothing tells when tensors there die; an accelerator's allocator caches by itself
+            self.is_retired = True
         return entries
 
 
