@@ -271,8 +271,12 @@ class EngineJob(Reflection):
         if slot is None:
             if len(self._slots) > 2 * FEW:  # most of it is memory that is no longer used
                 self._slots.clear()
-            slot = self._slots[memory] = Slot.over(memory, self.engine.batch_size)
-        if self._link.is_local or self._is_on_cpu:
+            slot = Slot.over(memory, self.engine.batch_size)
+            if self._is_on_cpu:  # elsewhere none is used twice
+                self._slots[memory] = slot
+        can_write = self._link.is_local or self._is_on_cpu
+        is_handed_out = self._link.is_local and memory is order.place.memory
+        if can_write and (is_handed_out or self.engine.settings.post_collect_hook is None):
             return self.engine.collect(slot, random=random)
         return self.engine.collect_elsewhere(slot, random=random)
 

@@ -198,7 +198,10 @@ class Engine:
         return receipt
 
     def collect_elsewhere(self, slot: Slot, *, random: bool = False) -> Receipt:
-        """The same for an env whose rows lie on a device that cannot write to the slot's memory."""
+        """The same by way of a slot of our own: for an env that cannot write to the slot's memory, or a hook.
+
+        What a hook keeps of a batch would be overwritten, if it lay in memory that another hands out.
+        """
         private = self._arena.acquire(slot.steps)
         receipt = self.collect(private, random=random)
         for key, tensor in slot.tensors.items():

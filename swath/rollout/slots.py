@@ -41,27 +41,25 @@ class Slot:
         self.batch_size = batch_size
         self.lanes, self.steps = memory.shape
         self.is_retired = False
+        """Whether it is not used again when it comes back."""
         self._handed_out: list[weakref.ref[np.ndarray]] = []
-        self._take(memory.tensors)
+        self.tensors = memory.tensors
+        self._is_on_cpu = all(tensor.device.type == "cpu" for tensor in self.tensors.values())
+        self.columns: dict[Key, Any] = {
+            key: tensor.numpy() if self._is_on_cpu else tensor for key, tensor in self.tensors.items()
+        }
+        """Arrays on the CPU, tensors elsewhere."""
+        shape = (*batch_size, self.steps)
+        self._shaped = {key: column.reshape(*shape, *column.shape[2:]) for key, column in self.columns.items()}
+        """The same as they are handed out."""
+        self.bound: Any = None
+        """What whoever fills the slot remembers of it."""
         _slots[id(memory)] = self
 
     @staticmethod
     def over(memory: Columns, batch_size: tuple[int, ...]) -> Slot:
         """The slot of this memory, which may exist already."""
         return _slots.get(id(memory)) or Slot(memory, batch_size)
-
-    def _take(self, tensors: Mapping[Key, Tensor]) -> None:
-        self.tensors = dict(tensors)
-        self._is_on_cpu = all(tensor.device.type == "cpu" for tensor in tensors.values())
-        self.columns: dict[Key, Any] = {
-            key: tensor.numpy() if self._is_on_cpu else tensor for key, tensor in tensors.items()
-        }
-        """Arrays on the CPU, tensors elsewhere."""
-        shape = (*self.batch_size, self.steps)
-        self._shaped = {key: column.reshape(*shape, *column.shape[2:]) for key, column in self.columns.items()}
-        """The same as they are handed out."""
-        self.bound: Any = None
-        """What whoever fills the slot remembers of it."""
 
     def array(self, key: Key) -> np.ndarray:
         """The column `key` as an array; a copy of it, if it lies on another device."""
@@ -103,8 +101,8 @@ class Slot:
         if steps < self.steps:
             time = len(self.batch_size)
             entries = {key: tensor.narrow(time, 0, steps).contiguous() for key, tensor in entries.items()}
-        if not self._is_on_cpu:  # an accelerator's allocator caches by itself
-            self._take({key: torch.zeros_like(tensor) for key, tensor in self.tensors.items()})
+        if not self._is_on_cpu:  # nothing tells when tensors there die; an accelerator's allocator caches by itself
+            self.is_retired = True
         return entries
 
 
