@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import os
 import random
 import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,8 +29,8 @@ NODES = ("DistributedCollector", "RPCCollector", "RayCollector")
 ACTS = ("calls", "signals", "interrupts", "forks", "keeps", "stops", "kills")
 """What may be drawn. With fewer of them, a round is the same without the others."""
 MARK = "SWATH_STRESS_ROUND"
-LEAVE_S = 10.0
-"""How long processes may take to end after their round."""
+LEAVE_S = 20.0
+"""How long the processes of a round may take to end after it."""
 LONGEST_S = 300.0
 
 
@@ -56,15 +58,16 @@ def run_round(kind: str, seed: int, deadline_s: float = 30.0, acts: Sequence[str
     if kind == "RayCollector":  # without a token in the environment Ray would write one into the user's home
         given.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     command = [sys.executable, "-X", "faulthandler", "-u", "-m", "swath.testing.stress", *own, "--inside"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(command, env=given, text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
-    found, text = [], ""
-    try:
-        text = process.communicate(timeout=LONGEST_S)[0]
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)  # which shows its tracebacks
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            text = process.communicate(timeout=5)[0]
+    found: list[str] = []
+    with tempfile.TemporaryFile("w+") as output:  # no pipe, which processes that are left would keep open
+        process = subprocess.Popen(command, env=given, stdout=output, stderr=output, start_new_session=True)
+        try:
+            process.wait(LONGEST_S)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # which shows its tracebacks
+            process.wait(LEAVE_S)
+        output.seek(0)
+        text = output.read()
     if process.returncode:
         found.append(f"it has ended with {process.returncode}")
     deadline = time.monotonic() + LEAVE_S
@@ -109,7 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.inside:
         from swath.testing.stress_round import Round
 
-        return Round(given.kind[0], given.round_seed, given.deadline, given.acts).run()
+        found = Round(given.kind[0], given.round_seed, given.deadline, given.acts).run()
+        faulthandler.dump_traceback_later(LEAVE_S, exit=True)  # the interpreter must end
+        return found
     if given.round_seed is not None:
         return int(bool(run_round(given.kind[0], given.round_seed, given.deadline, given.acts)))
     return int(bool(run(given.seed, given.seconds, given.kind, given.deadline, acts=given.acts)))

@@ -95,7 +95,7 @@ class Watchdog:
 
     def __init__(self, deadline_s: float) -> None:
         """Begin to look."""
-        self._deadline_s = deadline_s
+        self._deadline_s, self.is_over = deadline_s, False
         self._steps: dict[int, tuple[str, float]] = {}
         threading.Thread(target=self._look, daemon=True).start()
 
@@ -112,7 +112,7 @@ class Watchdog:
                 self._steps[me] = outer
 
     def _look(self) -> None:
-        while True:
+        while not self.is_over:
             time.sleep(0.2)
             for thread, (name, since) in list(self._steps.items()):
                 if (taken := time.monotonic() - since) > self._deadline_s:

@@ -77,7 +77,7 @@ class Plan:
         draw, options = own.choice, dict[str, Any]()
         mode = draw(("iterate", "iterate", "buffer", "start"))
         ending = draw(("spent", "spent", "shutdown", "thread", "interrupt", "forget", "checkpoint", "checkpoint"))
-        workers = 1 if kind in ("Collector", "AsyncCollector") else draw((1, 2, 2, 3))
+        workers = 1 if kind in ("Collector", "AsyncCollector") else draw((1, 2, 2, 2, 3))
         lanes, steps = 0 if kind == "AsyncBatchedCollector" else draw((0, 1, 3)), draw((1, 5, 20, 50))
         options["max_frames_per_traj"] = draw((None, None, None, 4, 11))
         options["trajs_per_batch"] = draw((None, None, None, 1, 3))
@@ -85,11 +85,12 @@ class Plan:
         if mode == "iterate" and options["trajs_per_batch"]:
             options["traj_format"] = draw(("padded", "cat"))
         if kind != "Collector":
-            options.update(on_worker_failure=draw(("raise", "restart", "restart", "drop")), max_restarts=1000)
+            failure = draw(("raise", "restart", "restart", "drop" if workers > 1 else "restart"))
+            options.update(on_worker_failure=failure, max_restarts=1000)
         is_sync = draw((True, False)) if kind in NODES else kind in ("MultiSyncCollector", "AsyncBatchedCollector")
         if kind == "AsyncBatchedCollector":
             options["env_backend"] = draw(("threading", "multiprocessing", "multiprocessing"))
-            options["stack_envs"] = draw((True, False, False)) and options["on_worker_failure"] != "drop"
+            options["stack_envs"] = draw((True, False, False)) and failure != "drop"
         elif kind != "Collector":
             options["debug"] = mode == "iterate" and not own.randrange(8)
             if not is_sync:
@@ -101,16 +102,19 @@ class Plan:
         part = max(1, lanes) * workers
         options["frames_per_batch"] = steps * (part if is_sync else max(1, lanes))
         is_endless = mode == "iterate" and ending not in ("spent", "checkpoint")
-        options["total_frames"] = -1 if is_endless else part * (steps * draw((20, 100, 300)) + draw((0, 1)))
+        seconds, pace_s = own.uniform(2.0, 6.0), draw((0.0, 0.0, 0.0005, 0.003))
+        most = int(seconds * draw((0.2, 0.5, 1.0)) / (0.0003 + pace_s))  # steps that it can make in that time
+        most = max(1, min(most, 500 * steps))
+        options["total_frames"] = -1 if is_endless else part * most
         return Plan(
             kind=kind,
             mode=mode,
             ending=ending,
-            seconds=own.uniform(2.0, 6.0),
+            seconds=seconds,
             workers=workers,
             lanes=lanes,
             lengths=tuple(draw((1, 2, 5, 9, 30, 100)) for _ in range(4)),
-            pace_s=draw((0.0, 0.0, 0.0005, 0.003)),
+            pace_s=pace_s,
             size=draw((10, 30_000)),
             threads=draw((1, 2, 3)),
             acts=tuple(act for act in ACTS if draw((True, True, False)) and act in acts),

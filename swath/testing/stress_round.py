@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import faulthandler
+import gc
 import io
 import itertools
 import math
@@ -32,8 +33,9 @@ from swath.testing.stress_plan import Plan
 Act = Callable[[random.Random], object]
 OVER: Any = object()
 MOST_KEPT = 24
-EXIT_S = 20.0
-"""How long a forked child may take, and the end of the interpreter."""
+MOST_KILLS = 10
+FORK_S = 20.0
+"""How long a forked child may take."""
 CHILD = {1: "hangs", 7: "can use the collector", 8: "has raised", 9: "has seen its batch change"}
 """What the exit code of a forked child means."""
 
@@ -63,7 +65,6 @@ class Round:
     def run(self) -> int:
         """Do it, and tell what was done and found; 1 if there is something."""
         warnings.simplefilter("ignore")
-        torch.set_num_threads(1)
         print(self.plan, flush=True)
         try:
             self._begin()
@@ -72,7 +73,7 @@ class Round:
         except BaseException:
             self._find("the main thread")
         print(f"    {dict(self.counts)}", *self.findings, sep="\n", flush=True)
-        faulthandler.dump_traceback_later(EXIT_S, exit=True)
+        self.watch.is_over = True
         return int(bool(self.findings))
 
     def _find(self, where: str) -> None:
@@ -165,7 +166,7 @@ class Round:
             self._interrupt(own)
         elif "forks" in acts and chance > 0.99:
             self._fork(own)
-        elif "stops" in acts and 0.97 < chance < 0.975:
+        elif "stops" in acts and 0.97 < chance < 0.975 and self.counts["stop of all"] < 3:
             self._stop_itself(own)
         self._wait_for_forks(os.WNOHANG)
 
@@ -218,9 +219,9 @@ class Round:
             signal.signal(signal.SIGUSR1, lambda *_: self._guarded(self._call, own, "a signal's handler") and None)
             main = threading.main_thread().ident or 0
             self._agent(0.002, 0.1, lambda _: signal.pthread_kill(main, signal.SIGUSR1))
-        for act, most_s, do in (("kills", 2.0, self._kill), ("stops", 1.0, self._stop)):
+        for act, most_s, do in (("kills", 0.7, self._kill), ("stops", 1.0, self._stop)):
             if act in acts and self.pids:
-                self._agent(0.2, most_s, do)
+                self._agent(0.05, most_s, do)
 
     def _agent(self, least_s: float, most_s: float, act: Act) -> None:
         """A thread that does something again and again."""
@@ -306,7 +307,7 @@ class Round:
 
     def _kill(self, own: random.Random) -> None:
         is_dropped = self.plan.options["on_worker_failure"] == "drop"
-        if (pid := self._see_pids(own)) and self.counts["kill"] < (self.plan.workers - 1 if is_dropped else 5):
+        if (pid := self._see_pids(own)) and self.counts["kill"] < (self.plan.workers - 1 if is_dropped else MOST_KILLS):
             self.counts["kill"] += 1
             self._send(pid, signal.SIGKILL)
 
@@ -339,7 +340,7 @@ class Round:
             return
         code = 7
         try:
-            faulthandler.dump_traceback_later(EXIT_S, exit=True)
+            faulthandler.dump_traceback_later(FORK_S, exit=True)
             time.sleep(seconds)
             self.collector.reset()
         except ClosedError:
@@ -386,6 +387,10 @@ class Round:
                 time.sleep(0.01)
         self._check_kept(0)
         self._check_counts()
+        self.kept, self.buffer, self.lent = [], None, None
+        del self.collector, self.stream
+        gc.collect()
+        assert "memfd:swath" not in Path("/proc/self/maps").read_text(), "shared memory is still mapped"
 
     def _shut_down(self) -> None:
         try:
