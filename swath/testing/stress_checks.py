@@ -1,0 +1,121 @@
+"""What the stress checks with: a ledger of all frames, and a watch that ends what hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from tensordict import TensorDictBase
+
+from swath.data.episodes import find_pieces
+from swath.keys import DONE, MASK, NEXT, POLICY_VERSION, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, after
+from swath.testing.checks import LANE, ONE_STEP, STEP, counted
+from swath.testing.counting import length_of
+
+ACTED = "acted"
+"""The least and the greatest of the weights that acted, which are all the same."""
+
+
+class FrameLedger:
+    """What was delivered of each trajectory: a new frame must go on where its trajectory ended.
+
+    Trajectories may be cut off (by resets, seeds, deaths), but none has a hole, none comes twice, and no id names two.
+    """
+
+    def __init__(self, lengths: Sequence[int], limit: int | None = None) -> None:
+        """For counting envs whose episodes have `lengths`, and no more steps than `limit`."""
+        self._lengths, self._limit, self.frames = lengths, limit or sys.maxsize, 0
+        self.next: dict[int, tuple[int, int, int] | None] = {}
+        """(lane, episode, step) of the next frame of each id; None where there is none to come."""
+        self._weights: dict[int, float] = {}
+        """What each version has acted with."""
+        self._newest: dict[int, int] = {}
+        """The last version of each lane."""
+
+    def check_frames(self, frames: TensorDictBase) -> np.ndarray:
+        """Each frame alone is right; the numbers `[N, 3]` of all."""
+        numbers = counted(frames).reshape(-1, 3)
+        done, terminated, truncated, reward = (
+            frames.get(after(name)).numpy().reshape(-1) for name in (DONE, TERMINATED, TRUNCATED, REWARD)
+        )
+        lasts = [step + 1 >= self._length(lane, episode) for lane, episode, step in numbers.tolist()]
+        np.testing.assert_array_equal(counted(frames.get(NEXT)).reshape(-1, 3), numbers + ONE_STEP)
+        np.testing.assert_array_equal(reward, numbers[:, STEP] + 1)
+        np.testing.assert_array_equal(done, lasts, "done elsewhere than in the last step")
+        np.testing.assert_array_equal(done, terminated | truncated)
+        least, greatest = frames.get(ACTED).numpy().reshape(-1, 2).T
+        np.testing.assert_array_equal(least, greatest, "weights are a mixture")
+        for version, value in {*zip(frames.get(POLICY_VERSION).reshape(-1).tolist(), least.tolist(), strict=True)}:
+            known = self._weights.setdefault(version, value)
+            assert known == value, f"version {version} has acted with the weights {known} and {value}"
+        return numbers
+
+    def _length(self, lane: int, episode: int) -> int:
+        return min(length_of(self._lengths, lane, episode), self._limit)
+
+    def take(self, batch: TensorDictBase, *, has_rows: bool = False) -> None:
+        """Check a batch `[..., T]` and count it; with `has_rows` each row is of another lane."""
+        rows = batch.reshape(-1, batch.shape[-1])
+        ids, mask = rows.get(TRAJ_IDS), rows.get(MASK, None)
+        if mask is not None:
+            assert (ids[~mask] == -1).all(), "padding has an id"
+            for row, there in zip(rows, mask, strict=True):
+                self.take(row[there].exclude(MASK))
+            return
+        assert (ids >= 0).all(), "a frame has no id"
+        numbers = self.check_frames(rows).reshape(*rows.shape, 3)
+        versions = rows.get(POLICY_VERSION).numpy().reshape(rows.shape)
+        if has_rows:
+            assert (numbers[..., LANE] == numbers[:, :1, LANE]).all(), "a row has frames of two lanes"
+            assert len({*numbers[:, 0, LANE]}) == len(numbers), "two rows are of one lane"
+        pieces = find_pieces(ids=ids.numpy())
+        for row, first, end, name in zip(pieces.lane, pieces.first, pieces.end, pieces.name.tolist(), strict=True):
+            self._take_piece(name, numbers[row, first:end], versions[row, first:end])
+
+    def _take_piece(self, name: int, numbers: np.ndarray, versions: np.ndarray) -> None:
+        lane, episode, step = numbers[0].tolist()
+        expected = self.next.get(name, (lane, episode, 0))
+        assert (lane, episode, step) == expected, f"{(lane, episode, step)} in trajectory {name} instead of {expected}"
+        np.testing.assert_array_equal(numbers, numbers[:1] + ONE_STEP * np.arange(len(numbers))[:, None])
+        is_last = step + len(numbers) >= self._length(lane, episode)
+        self.next[name] = None if is_last else (lane, episode, step + len(numbers))
+        assert (np.diff(versions, prepend=self._newest.get(lane, 0)) >= 0).all(), f"older weights in lane {lane}"
+        self._newest[lane] = int(versions[-1])
+        self.frames += len(numbers)
+
+
+class Watchdog:
+    """Ends the process, with the tracebacks of all threads, if a step of any thread takes too long."""
+
+    def __init__(self, deadline_s: float) -> None:
+        """Begin to look."""
+        self._deadline_s, self.is_over = deadline_s, False
+        self._steps: dict[int, tuple[str, float]] = {}
+        threading.Thread(target=self._look, daemon=True).start()
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """A context that must end in time."""
+        me = threading.get_ident()
+        outer, self._steps[me] = self._steps.get(me), (name, time.monotonic())  # within another, in a signal's handler
+        try:
+            yield
+        finally:
+            self._steps.pop(me)
+            if outer is not None:
+                self._steps[me] = outer
+
+    def _look(self) -> None:
+        while not self.is_over:
+            time.sleep(0.2)
+            for thread, (name, since) in list(self._steps.items()):
+                if (taken := time.monotonic() - since) > self._deadline_s:
+                    print(f"HANGS: {name}, for {taken:.0f} s, in thread 0x{thread:x}", flush=True)
+                    faulthandler.dump_traceback(sys.stdout)
+                    os._exit(3)
