@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
+from swath.data.stretches import Chunk, Stretch, laid_out, length_of
+from swath.entries import trusted
 from swath.errors import LongEpisodeWarning
 from swath.keys import (
     DONE,
@@ -29,12 +29,11 @@ from swath.keys import (
     TRAJ_IDS,
     TRUNCATED,
     WORKER_BITS,
-    Key,
     after,
-    as_key,
-    nest,
 )
 
+NEW = 8
+"""Batches of which most frames will soon be needed no more, and which are not looked at."""
 LONG = 50_000
 """Frames after which an episode that has not ended is warned of, once."""
 
@@ -103,11 +102,11 @@ class _Running:
     source: int
     is_headless: bool
     """Its beginning went elsewhere, or was given up: what comes of it is dropped."""
-    pieces: list[TensorDictBase] = field(default_factory=list)
+    pieces: list[Stretch] = field(default_factory=list)
     frames: int = 0
 
     def __post_init__(self) -> None:
-        self.frames = sum(map(len, self.pieces))
+        self.frames = length_of(self.pieces)
 
 
 class Episodes:
@@ -134,7 +133,8 @@ class Episodes:
     def __init__(self, *, keep_headless: bool = False, keep_unfinished: bool = False, copies: bool = True) -> None:
         self._keep_headless, self._keep_unfinished, self._copies = keep_headless, keep_unfinished, copies
         self._running: dict[int, _Running] = {}
-        self._ready: deque[TensorDictBase] = deque()
+        self._ready: deque[list[Stretch]] = deque()
+        self._chunks: list[Chunk] = []
         self._steps: dict[int, int] = {}
         """How many steps each source had made at the end of its last batch."""
         self._held = 0
@@ -212,6 +212,8 @@ class Episodes:
             source: the worker that all of them are of; None: each is of the one that its id names.
             is_all: whether an episode that has no piece here was cut off.
         """
+        chunk = Chunk.copied(rows) if self._copies else Chunk(rows.reshape(-1))
+        chunk.live, steps = 0, rows.shape[1]
         order = np.lexsort((pieces.name, pieces.end))  # in which they end
         lanes, firsts, ends, names, lasts, news = (
             each[order].tolist()
@@ -227,8 +229,8 @@ class Episodes:
             if running.is_headless:
                 self.dropped += end - first
             else:
-                piece = rows[lane, first:end]
-                running.pieces.append(piece.clone() if self._copies else piece)
+                running.pieces.append(Stretch(chunk, lane * steps + first, lane * steps + end))
+                chunk.live += end - first
                 running.frames += end - first
                 self._held += end - first
                 if running.frames >= LONG and not self._has_warned:
@@ -236,17 +238,31 @@ class Episodes:
             if is_last:
                 del self._running[name]
                 if not running.is_headless:
-                    self._ready.append(_joined(running.pieces))
+                    self._ready.append(running.pieces)
         sources = {name >> WORKER_BITS for name in names} if source is None else {source} if names else set()
         if is_all:
             seen = set(names)
             self._give_up([n for n, one in self._running.items() if n not in seen and one.source in sources])
+        if self._copies:
+            self._thin_out()
+            self._chunks.append(chunk)
+
+    def _thin_out(self) -> None:
+        """Keep no batch for the few frames of it that are still needed."""
+        sparse = {chunk for chunk in self._chunks[:-NEW] if chunk.is_sparse}
+        self._chunks = [chunk for chunk in self._chunks if chunk not in sparse]
+        if not sparse:
+            return
+        for pieces in (*self._ready, *(running.pieces for running in self._running.values())):
+            for number, stretch in enumerate(pieces):
+                if stretch.chunk in sparse:
+                    pieces[number] = Stretch(Chunk(stretch.slice().clone()), 0, len(stretch))
 
     def _warn_of(self, running: _Running) -> None:
         """Say once that frames may pile up."""
         self._has_warned = True
-        piece = running.pieces[-1]
-        held = self._held * piece.bytes() // len(piece) // 2**20
+        frames = running.pieces[-1].chunk.frames
+        held = self._held * frames.bytes() // len(frames) // 2**20
         warnings.warn(
             f"An episode has {running.frames:,} frames and has not ended. Whole episodes are "
             f"asked for (trajs_per_batch), so that its frames are kept until it does: {held:,} MB are held by now, and "
@@ -257,14 +273,19 @@ class Episodes:
 
     def lengths(self, count: int) -> list[int]:
         """The lengths of the next `count` complete episodes."""
-        return [len(episode) for episode in islice(self._ready, count)]
+        return [length_of(episode) for episode in islice(self._ready, count)]
 
     @torch.inference_mode(False)
     def take(self, count: int, form: str) -> TensorDictBase:
         """The next `count` complete episodes: "padded" to `[count, longest]` with a mask, or "cat" after each other."""
         episodes = [self._ready.popleft() for _ in range(count)]
-        self._held -= sum(map(len, episodes))
-        return padded(episodes) if form == "padded" else _joined(episodes)
+        self._held -= sum(map(length_of, episodes))
+        stretches = [stretch for episode in episodes for stretch in episode]
+        for chunk, first, end in stretches:
+            chunk.live -= end - first
+        if form == "padded":
+            return _padded(episodes)
+        return _joined(stretches).clone() if self._copies and len(stretches) == 1 else _joined(stretches)
 
     def forget(self, source: int) -> None:
         """Give up the running episodes of `source`, which will not be continued; it begins anew if it comes again."""
@@ -283,6 +304,7 @@ class Episodes:
         self.dropped += self._held
         self._held = 0
         self._ready.clear()
+        self._chunks.clear()
 
     def _give_up(self, names: Iterable[int]) -> None:
         for name in sorted(names):
@@ -290,8 +312,10 @@ class Episodes:
             if running.is_headless:
                 continue
             if self._keep_unfinished:
-                self._ready.append(cut_off(_joined(running.pieces)))
+                self._ready.append(_whole(cut_off(_joined(running.pieces))))
                 continue
+            for stretch in running.pieces:
+                stretch.chunk.live -= len(stretch)
             self._held -= running.frames
             self.dropped += running.frames
             self.left_out["unfinished"] += 1
@@ -303,11 +327,11 @@ class Episodes:
                 name: {
                     "source": running.source,
                     "is_headless": running.is_headless,
-                    "pieces": [piece.to_dict() for piece in running.pieces],
+                    "pieces": [piece.slice().clone().to_dict() for piece in running.pieces],
                 }
                 for name, running in self._running.items()
             },
-            "ready": [episode.to_dict() for episode in self._ready],
+            "ready": [_joined(episode).clone().to_dict() for episode in self._ready],
             "steps": dict(self._steps),
             "dropped": self.dropped,
             "left_out": dict(self.left_out),
@@ -316,29 +340,39 @@ class Episodes:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hold again what was saved."""
         self._running = {
-            int(name): _Running(saved["source"], saved["is_headless"], [_restored(piece) for piece in saved["pieces"]])
+            int(name): _Running(
+                saved["source"], saved["is_headless"], [one for piece in saved["pieces"] for one in _restored(piece)]
+            )
             for name, saved in state["running"].items()
         }
-        self._ready = deque(_restored(episode) for episode in state["ready"])
-        self._held = sum(map(len, self._ready)) + sum(running.frames for running in self._running.values())
+        self._ready = deque(map(_restored, state["ready"]))
+        self._held = sum(map(length_of, self._ready)) + sum(running.frames for running in self._running.values())
         self._steps = {int(source): steps for source, steps in state["steps"].items()}
         self.dropped, self.left_out = state["dropped"], dict(state["left_out"])
 
 
 def padded(episodes: list[TensorDictBase]) -> TensorDict:
     """Episodes `[L]` as one `[N, longest]`: zeros behind each, ids -1 there, and a mask of what is real."""
-    lengths = torch.tensor([episode.shape[0] for episode in episodes], device="cpu")
+    return _padded([_whole(episode) for episode in episodes])
+
+
+def _padded(episodes: list[list[Stretch]]) -> TensorDict:
+    lengths = np.array(list(map(length_of, episodes)))
     shape = (len(episodes), int(lengths.max()))
-    entries: dict[Key, Tensor] = {}
-    for key in episodes[0].keys(True, True):
-        leaves = [episode.get(key) for episode in episodes]
-        entries[as_key(key)] = pad_sequence(leaves, batch_first=True)
-    mask = torch.arange(shape[1], device="cpu") < lengths[:, None]  # [N, longest]
-    mask = mask.to(episodes[0].get((NEXT, DONE)).device)
+    places: list[int] = []
+    for number, episode in enumerate(episodes):
+        at = number * shape[1]
+        for stretch in episode:
+            places.append(at)
+            at += len(stretch)
+    laid = laid_out([stretch for episode in episodes for stretch in episode], places, shape[0] * shape[1])
+    entries = {key: tensor.view(*shape, *tensor.shape[1:]) for key, tensor in laid.items()}
+    mask = torch.from_numpy(np.arange(shape[1]) < lengths[:, None])  # [N, longest]
+    mask = mask.to(entries[after(DONE)].device)
     if TRAJ_IDS in entries:
         entries[TRAJ_IDS].masked_fill_(~mask, PADDING_ID)
     entries[MASK] = mask
-    return TensorDict(nest(entries), batch_size=shape, device=episodes[0].device)
+    return trusted(entries, shape, episodes[0][0].chunk.frames.device)
 
 
 def cut_off(episode: TensorDictBase) -> TensorDictBase:
@@ -353,9 +387,19 @@ def cut_off(episode: TensorDictBase) -> TensorDictBase:
     return marked
 
 
-def _joined(pieces: list[TensorDictBase]) -> TensorDictBase:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 0)
+def _joined(pieces: list[Stretch]) -> TensorDictBase:
+    """One after the other: as they lie, if there is but one."""
+    if len(pieces) == 1:
+        return pieces[0].slice()
+    lengths = np.array(list(map(len, pieces)))
+    size = int(lengths.sum())
+    laid = laid_out(pieces, (np.cumsum(lengths) - lengths).tolist(), size)
+    return trusted(laid, (size,), pieces[0].chunk.frames.device, names=["time"])
 
 
-def _restored(entries: dict[str, Any]) -> TensorDict:
-    return TensorDict(entries, batch_size=[entries[NEXT][DONE].shape[0]])
+def _whole(frames: TensorDictBase) -> list[Stretch]:
+    return [Stretch(Chunk(frames), 0, len(frames))]
+
+
+def _restored(entries: dict[str, Any]) -> list[Stretch]:
+    return _whole(TensorDict(entries, batch_size=[entries[NEXT][DONE].shape[0]]))

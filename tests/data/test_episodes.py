@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from itertools import combinations
 from typing import Any
@@ -15,7 +16,9 @@ from tensordict import TensorDict, TensorDictBase
 
 from swath.data import LazyTensorStorage, ListStorage, NothingToSampleError, ReplayBuffer
 from swath.data.contents import Contents
+from swath.data.episodes import NEW, Episodes
 from swath.data.stored_episodes import episodes_in, episodes_of, flags_of
+from swath.data.stretches import Chunk
 
 Step = tuple[int, int]
 """The episode that a frame belongs to, and its step in it."""
@@ -264,3 +267,18 @@ def test_a_buffer_gives_its_complete_episodes_while_nobody_writes() -> None:
         assert told(episodes) == [(0, [4]), whole(1, lengths), whole(2, lengths)]
     with pytest.raises(TypeError, match="LazyTensorStorage"), ReplayBuffer(storage=ListStorage(3)).episodes():
         pass
+
+
+def test_batches_are_not_kept_for_the_one_episode_that_goes_on() -> None:
+    episodes, batches, lanes, steps = Episodes(), 60, 8, 10
+    lengths = {0: steps * batches, **dict.fromkeys(range(1, 1000), steps)}
+    for number in range(batches):
+        own = [[(0, step) for step in range(number * steps, (number + 1) * steps)]]
+        own += [[(number * lanes + lane, step) for step in range(steps)] for lane in range(1, lanes)]
+        episodes.add(torch.stack([frames_of(row, lengths) for row in own]), begin=number * steps)
+        while episodes.ready:
+            name, taken = told([episodes.take(1, "cat")])[0]
+            assert taken == whole(name, lengths)[1]
+        held = sum(len(one.frames) for one in gc.get_objects() if isinstance(one, Chunk))
+        assert held <= (number + 1) * steps + (NEW + 1) * lanes * steps
+    assert episodes.pending_frames == 0
