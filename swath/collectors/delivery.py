@@ -17,7 +17,7 @@ from swath.collectors.worker import BatchLayout, Collect, Fill
 from swath.rollout.budget import FrameBudget
 from swath.rollout.loop import Receipt
 from swath.rollout.slots import Arena, Slot
-from swath.runtime.carrier import Place
+from swath.runtime.carrier import Finished, Place
 from swath.runtime.columns import Columns
 from swath.runtime.pool import LOOK_S, Pool, Work
 from swath.weights import Publisher
@@ -140,17 +140,20 @@ class Delivery(ABC):
         self._discarded += self.undelivered_frames + others
         self.pool.finished.clear()
 
-    def lost(self, index: int) -> None:
-        """A worker has failed: what it had written of an order to the replay buffer counts, and is not done again."""
+    def lost(self, index: int, written: int) -> None:
+        """A worker has failed: what it had `written` of an order to the replay buffer counts, and is not done again."""
         if not self.terms.writes:
             return
-        written = int(self.pool.carrier.report(index)["frames"]) - self._waiting(index)
+        written -= self._waiting(index)
         frames, self._counted[index] = written - self._counted[index], written
         parts = [part for part in self.pool.under_way if part.index == index]
         if frames > 0 and parts:
             self.budget.spend(frames)
-            left = max(1, parts[0].steps - frames // self.terms.lanes)
-            parts[0].steps, parts[0].request = left, Fill(left, self.terms.steps[index])
+            part, made = parts[0], frames // self.terms.lanes
+            part.steps -= made
+            part.request = Fill(part.steps, self.terms.steps[index])
+            if part.steps <= 0:  # all was done but its receipt, and is counted
+                self.pool.finish(index, Finished(part.ticket, Receipt(made, 0, self.terms.version(), 0)))
 
     def restarted(self, index: int) -> None:
         """A new worker counts from the beginning."""

@@ -12,8 +12,10 @@ from swath.collectors.config import CommonConfig
 from swath.collectors.delivery import Delivery, Part
 from swath.collectors.worker import EngineTask, LocalTask
 from swath.data import ReplayBuffer
+from swath.data.write_notes import WriteNotes
 from swath.envs.registry import Registered
 from swath.rollout.engine import Engine
+from swath.rollout.loop import Receipt
 from swath.runtime.carrier import Task
 from swath.runtime.pool import Pool
 from swath.seeding import lane_seed
@@ -30,6 +32,7 @@ LASTING = (
     "time/bookkeeping",
 )
 """Numbers of a worker that count on when another takes its place."""
+NOTHING = Receipt(0, 0, 0, 0, total=0)
 
 
 class Roster:
@@ -56,6 +59,7 @@ class Roster:
         """Of the next worker that needs one for its ids."""
         self.config, self._policy, self._engine = config, policy, engine
         self._registered = None if engine is not None else Registered.here()
+        self._notes = WriteNotes(config.workers) if engine is None and config.workers_write else None
 
     def watch(self, pool: Pool[Part], delivery: Delivery) -> None:
         """Count what workers of `pool` lose. Weakly: what these hold must be freed with them."""
@@ -72,6 +76,8 @@ class Roster:
         config = self.config
         if self._engine is not None:
             return LocalTask(self._engine, config.worker_idx or 0)
+        if self._notes is not None:
+            self._notes.clear(index)
         task = EngineTask(
             index=index,
             number=self._new_number(),
@@ -83,6 +89,7 @@ class Roster:
             init_fn=config.of("init_fn", index),
             registered=self._registered,
             seed=self._seed_of_replacement() if replaces else self.seed,
+            notes=self._notes,
         )
         return config.task_of(task)
 
@@ -115,12 +122,26 @@ class Roster:
         now = self._now()
         if now is None:  # nothing was collected yet
             return
-        delivery, carrier = now[1], now[0].carrier
+        (pool, delivery), carrier = now, now[0].carrier
         report = carrier.report(index)
-        self.lost_frames += delivery.terms.lanes * carrier.unreported_steps(index) + int(report["pending_frames"])
+        told, last = int(report["frames"]), pool.last_receipt.get(index, NOTHING)
+        written = self._written(index, told)
+        lost = delivery.terms.lanes * carrier.unreported_steps(index) + int(report["pending_frames"])
+        if delivery.terms.writes:
+            lost -= written - told
+        elif isinstance(last, Receipt) and last.total is not None:
+            lost += told - last.total  # what it told of, but never gave
+        self.lost_frames += max(0, lost)
         self.past = {name: value + (report[name] if name in LASTING else 0.0) for name, value in self.past.items()}
         self.gone.add(index)
-        delivery.lost(index)
+        delivery.lost(index, written)
+
+    def _written(self, index: int, told: int) -> int:
+        """How many frames a worker that is dead has written to the replay buffer, of which it has `told` so many."""
+        buffer = self.config.replay_buffer
+        if self._notes is None or not isinstance(buffer, ReplayBuffer) or not buffer.storage.is_ready:
+            return told
+        return self._notes.settled(index, buffer.storage.ledger, told)
 
     def restarted(self, index: int) -> None:
         """A new worker takes the weights that the one before it took."""

@@ -12,6 +12,7 @@ import torch
 
 from swath.collectors.profile import ProfileConfig, ProfilingHook
 from swath.collectors.reflection import Reflection
+from swath.data.write_notes import WriteNotes
 from swath.envs.registry import Registered
 from swath.keys import Key
 from swath.rollout.engine import Engine, EngineSettings, has_weights
@@ -108,6 +109,8 @@ class EngineTask:
     registered: Registered | None = None
     """Envs that only the parent may know."""
     seed: tuple[int, bool] | None = None
+    notes: WriteNotes | None = None
+    """Where to note what is written to the replay buffer; see NOTE [Settled with the write]."""
 
     def begin(self, link: Link) -> EngineJob:
         """Make the engine, in the worker."""
@@ -123,6 +126,8 @@ class EngineTask:
             create_env_kwargs=self.create_env_kwargs,
             worker=self.index,
         )
+        if self.notes is not None and not link.is_local:  # who dies there cannot be replaced
+            self.notes.keep(self.index, engine.settings.replay_buffer.storage.ledger, lambda: engine.frames)
         job = EngineJob(engine, self.index, link)
         if self.seed is not None:
             job.set_seed(*self.seed)

@@ -23,7 +23,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -88,6 +88,8 @@ class Ledger:
         self.writing = threading.RLock()
         """Held by the one thread of this process that writes: all its threads note what they write in one place."""
         self._counting = threading.Lock()
+        self.on_reserve: Callable[[int, int], None] | None = None
+        """Told of every write of this process before it begins: its first position, and how many rows."""
         self._slot: int | None = None
         self._slot_owner = 0
         self.capacity = 0
@@ -179,6 +181,8 @@ class Ledger:
                 ahead = self._in_the_way(begin, rows)
                 if ahead is None:
                     self._take(slot, begin, rows)
+                    if self.on_reserve is not None:
+                        self.on_reserve(begin, rows)
                     return begin
             _wait_for(ahead, patience)
 
@@ -216,6 +220,11 @@ class Ledger:
         """What was reserved could not be written: leave it without stamps, and count it."""
         with self.lock:
             self._write_off(self._own_slot())
+
+    def unfinished(self, begin: int, rows: int) -> int:
+        """How many frames of a write that was reserved there were never whole."""
+        positions = np.arange(begin, begin + rows)
+        return int((self.stamps[positions % self.capacity] <= positions).sum()) * self.lanes
 
     def parts(self, begin: int, rows: int) -> list[slice]:
         """Where the positions from `begin` on lie: one piece of the ring, or two."""

@@ -277,6 +277,11 @@ class Engine:
         if self._writer is not None:
             self._writer.interrupt()
 
+    @property
+    def frames(self) -> int:
+        """How many were ever collected."""
+        return self._loop.stats.frames
+
     def watch(self, interruptor: Interruptor | None, may_wait: Callable[[], bool] | None) -> None:
         """Ask `interruptor` after every step, and `may_wait` while the replay buffer makes us wait."""
         self._loop.settings = replace(self._loop.settings, interruptor=interruptor)

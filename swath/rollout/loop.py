@@ -90,12 +90,14 @@ class Receipt:
     """How many steps were made before: a slot that does not begin where another ended does not continue it."""
     running: np.ndarray | None = None
     """The ids of the trajectories that ran when it began, where they need not all have frames in it."""
+    total: int | None = None
+    """How many frames were ever collected, with these, where that is known."""
 
     @staticmethod
     def over(receipts: Sequence[Receipt]) -> Receipt:
         """Of slots that continue each other."""
         steps, frames = sum(one.steps for one in receipts), sum(one.frames for one in receipts)
-        return Receipt(steps, frames, receipts[-1].version, receipts[0].begin)
+        return Receipt(steps, frames, receipts[-1].version, receipts[0].begin, total=receipts[-1].total)
 
 
 class RolloutLoop:
@@ -318,7 +320,7 @@ class RolloutLoop:
         self.lanes.meter.measure(rewards, ended, real, stats, self._broken())
         self._warn_of_nan(slot, steps)
         self.steps += steps
-        return Receipt(steps, frames, self.version, self.steps - steps)
+        return Receipt(steps, frames, self.version, self.steps - steps, total=stats.frames)
 
     def _warn_of_nan(self, slot: Slot, steps: int) -> None:
         """Once for each key: in what the env answered, and in what it began with."""

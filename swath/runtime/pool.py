@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import cloudpickle
 
@@ -32,12 +32,11 @@ from swath.runtime.carrier import (
     Place,
     Question,
     Started,
-    Task,
     Warned,
 )
 from swath.runtime.faults import Failure
 from swath.runtime.interrupts import Section, undisturbed
-from swath.runtime.supervision import Replacements, Supervision, WorkerClocks
+from swath.runtime.supervision import Owner, Replacements, Supervision, WorkerClocks
 from swath.runtime.turns import Turns
 
 LOOK_S = 1.0
@@ -57,19 +56,6 @@ class Work:
     """Whether nothing more is to be waited for."""
     is_lost: bool = False
     """Whether its worker was dropped before it was done."""
-
-
-class Owner(Protocol):
-    """Whose workers they are."""
-
-    def task(self, index: int, replaces: bool) -> Task:
-        """What to start a worker for, and whether it replaces one that has failed."""
-
-    def lost(self, index: int) -> None:
-        """A worker has failed and will be replaced or dropped; its reports can still be read."""
-
-    def restarted(self, index: int) -> None:
-        """A new worker was started; what is sent now comes before its work."""
 
 
 W = TypeVar("W", bound=Work)
@@ -105,6 +91,8 @@ class Pool(Generic[W]):
         """What each worker has said of itself when it was ready."""
         self.finished: deque[W] = deque()
         """Finished work that nobody has taken, in the order in which it was finished."""
+        self.last_receipt: dict[int, object] = {}
+        """Of each worker that has given one."""
         self.unclaimed: deque[object] = deque()
         """Receipts of work that was forgotten meanwhile."""
         self.restarts = 0
@@ -197,6 +185,7 @@ class Pool(Generic[W]):
 
     def _start(self, index: int, replaces: bool) -> None:
         self.started.pop(index, None)
+        self.last_receipt.pop(index, None)
         self._clocks.start(index)
         self._stalled.discard(index)
         self._killed.pop(index, None)
@@ -304,7 +293,7 @@ class Pool(Generic[W]):
         if index in self.carrier.workers:
             match news:
                 case Finished():
-                    self._finish(index, news)
+                    self.finish(index, news)
                 case Answer():
                     if self._asked.pop(news.number, None) is not None:
                         self._answers[news.number] = news
@@ -334,7 +323,9 @@ class Pool(Generic[W]):
             return "it was being made"
         return "it was collecting" if self._outstanding[index] else "it had nothing to do"
 
-    def _finish(self, index: int, news: Finished) -> None:
+    def finish(self, index: int, news: Finished) -> None:
+        """Work is done, as its worker has said, or as its owner knows."""
+        self.last_receipt[index] = news.receipt
         works = self._outstanding[index]
         if works and works[0].ticket == news.ticket:  # otherwise it was forgotten meanwhile
             work = works.popleft()

@@ -13,6 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
+
+from swath.runtime.carrier import Task
 
 LATE_S = 2.0
 """Who looks so much later than he wanted to was not running."""
@@ -37,6 +40,19 @@ class Supervision:
     stall_warning_s: float = 15.0
     stall_timeout_s: float | None = None
     start_timeout_s: float = 300.0
+
+
+class Owner(Protocol):
+    """Whose workers they are."""
+
+    def task(self, index: int, replaces: bool) -> Task:
+        """What to start a worker for, and whether it replaces one that has failed."""
+
+    def lost(self, index: int) -> None:
+        """A worker has failed and will be replaced or dropped; its reports can still be read."""
+
+    def restarted(self, index: int) -> None:
+        """A new worker was started; what is sent now comes before its work."""
 
 
 class WorkerClocks:

@@ -1,5 +1,6 @@
 """`on_worker_failure="restart"` and `"drop"`: collection goes on, and what is delivered is as right as ever."""
 
+import contextlib
 import itertools
 import os
 import signal
@@ -7,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from fault_tools import (
     within,
 )
 from inside import WORKER_BITS, StallWarning, WorkerDiedError, has_named_a_stall, versions_of_workers
-from kinds import ALL_FALLIBLE, SPREAD, STARTED, SYNC, Kind, Make, over
+from kinds import ALL_FALLIBLE, FALLIBLE, SPREAD, STARTED, SYNC, Kind, Make, over
 from tensordict import TensorDictBase
 
 from swath.collectors import WorkerRestartedWarning
@@ -202,9 +204,73 @@ def test_a_worker_killed_at_any_moment_while_it_writes(make: Make, extend_buffer
     written = collector.replay_buffer.write_count
     assert stats["frames"] == 4000
     assert stats["worker_restarts"] >= 3
-    assert 4000 <= written <= 4000 + 50 * restarts  # what a dead one has written of its last batch stays
+    assert written == 4000
     frames = collector.replay_buffer[:]
     assert_trajectories(frames)
+
+
+def killed_at(method: str, count: int, once: Any, *, after: bool = True) -> Callable[[], None]:
+    """An `init_fn`: one worker is killed as soon as it has done `method` so many times, or is about to."""
+
+    def init() -> None:
+        owner, name = resolve_name(method.rpartition(".")[0]), method.rpartition(".")[2]
+        original, calls = getattr(owner, name), itertools.count(1)
+
+        def call(*args: Any, **options: Any) -> Any:
+            result = original(*args, **options) if after else None
+            if next(calls) == count:
+                with contextlib.suppress(FileExistsError):
+                    os.close(os.open(once, os.O_CREAT | os.O_EXCL))
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return result if after else original(*args, **options)
+
+        setattr(owner, name, call)
+
+    return init
+
+
+@over(SPREAD, needs="know_losses")
+def test_a_batch_whose_receipt_was_never_sent_is_counted_as_lost(make: Make, kind: Kind, tmp_path: Any) -> None:
+    """It is collected and told of, and its worker is killed before it has handed it over."""
+    init = killed_at("swath.runtime.processes:ProcessLink.finish", 2, str(tmp_path / "once"), after=False)
+    collector = make(init_fn=init, on_worker_failure="restart", frames_per_batch=20)
+    while not collector.stats()["worker_restarts"]:
+        assert collector.next().numel() == 20
+    collector.set_seed(0)  # after which nothing is under way
+    assert collector.stats()["lost_frames"] == (10 if kind.joins else 20)
+
+
+@pytest.mark.parametrize(
+    ("method", "after", "extend_buffer"),
+    [
+        ("swath.data.ledger:Ledger.reserve", True, True),
+        ("swath.data.ledger:Ledger.commit", True, True),
+        ("swath.data.ledger:Ledger.commit", True, False),
+        ("swath.runtime.processes:ProcessLink.finish", False, True),
+    ],
+    ids=["before it is written", "before it is counted", "before it is counted, frame by frame", "before its receipt"],
+)
+@over(FALLIBLE, needs="write_there")
+def test_a_buffer_gets_what_the_budget_says(
+    make: Make, kind: Kind, tmp_path: Any, method: str, after: bool, extend_buffer: bool
+) -> None:
+    """Whenever a worker is killed: in the middle of a write, behind it, or behind its report."""
+    collector = make(
+        replay_buffer=buffer(batch_size=16),
+        init_fn=killed_at(method, 7 if not extend_buffer else 2, str(tmp_path / "once"), after=after),
+        on_worker_failure="restart",
+        extend_buffer=extend_buffer,
+        total_frames=400,
+        frames_per_batch=20,
+    )
+    if kind.starts:
+        until(lambda: not collector.is_running())
+    else:
+        list(collector)
+    stats = collector.stats()
+    assert (stats["frames"], stats["worker_restarts"]) == (400, 1)
+    assert collector.replay_buffer.write_count == len(collector.replay_buffer) == 400
+    assert_trajectories(collector.replay_buffer[:])
 
 
 @pytest.mark.parametrize("moment", ["pause", "state_dict"])
