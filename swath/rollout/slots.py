@@ -4,12 +4,14 @@ NOTE [Slot ownership]: a slot is filled by an engine, then handed to the consume
 delivery wraps the slot's memory in fresh array objects, over which the delivered tensors lie. The slot only remembers
 these arrays weakly: when the last tensor, view or slice of the batch has died, so have they, and the slot may be filled
 again. While it is being filled elsewhere, and there is nothing to hand out yet, a claim counts the same. A batch of
-which anything is kept is therefore never overwritten, and one that is let go costs no allocation.
+which anything is kept is therefore never overwritten, and one that is let go costs no allocation. A child that is
+forked meanwhile has the batch too, and nobody here hears when it lets go: what is handed out then is not used again.
 Nothing is called when a batch dies; the arena looks when it needs a slot, and only at a few, however many are kept.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -75,10 +77,18 @@ class Slot:
     @property
     def is_free(self) -> bool:
         """Whether there is no claim to it, and nothing of the last delivery is held."""
-        if any(ref() is not None for ref in self._handed_out):
+        if self._is_held():
             return False
         self._handed_out.clear()
         return True
+
+    def _is_held(self) -> bool:
+        return any(ref() is not None for ref in tuple(self._handed_out))
+
+    def retire_if_held(self) -> None:
+        """Let it not be used again if somebody has it, where its memory is the same in a fork; in any thread."""
+        if self.memory.block is not None and self._is_held():
+            self.is_retired = True
 
     def claim(self) -> object:
         """Something that keeps the slot from being used for anything else for as long as it is held."""
@@ -108,6 +118,15 @@ class Slot:
 
 _slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
 """By the identity of their memory, which they hold."""
+
+
+def _retire_held() -> None:
+    for ref in _slots.valuerefs():
+        if (slot := ref()) is not None:
+            slot.retire_if_held()
+
+
+os.register_at_fork(before=_retire_held, after_in_parent=_retire_held)  # twice: other threads go on meanwhile
 
 
 def batch_of(slot: Slot, keys: Sequence[Key], steps: int) -> TensorDictBase:

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from children import child, hear
 from counting_layouts import LAYOUTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import slots_allocated, slots_of
-from kinds import ASYNC_HERE, HERE, SPREAD, SYNC_HERE, Kind, Make, over
+from kinds import ALL, ASYNC_HERE, HERE, SPREAD, SYNC_HERE, Kind, Make, over
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -115,6 +116,33 @@ def test_what_is_kept_outlives_processes(make: Make) -> None:
     assert collector.closed
     for name, handle, copied in kept:
         assert same(tokens(handle), copied), f"{name} has changed"
+
+
+def _hold(pipe: Any, held: dict[str, TensorDictBase]) -> None:
+    """In a fork: tells whether what it holds is the same before and after the others go on."""
+    before = tokens(held["batch"])
+    pipe.send("ready")
+    pipe.recv()
+    pipe.send(same(before, tokens(held["batch"])))
+
+
+@over(ALL)
+def test_what_a_forked_child_keeps_never_changes(make: Make, kind: Kind) -> None:
+    """As do the workers of a DataLoader over a batch that the trainer then lets go."""
+    collector = make(lanes=2, steps=STEPS)
+    for _ in range(3):  # as many as there are slots
+        held = {"batch": collector.next()}
+    with child(_hold, held) as (_, pipe):
+        assert hear(pipe) == "ready"
+        held.clear()
+        for _ in range(5 * max(1, kind.workers)):
+            collector.next()
+        pipe.send("look")
+        assert hear(pipe), "a batch was overwritten that a forked child holds"
+    allocated = sum(slots_allocated(collector))
+    for _ in range(10):
+        collector.next()
+    assert sum(slots_allocated(collector)) <= allocated + kind.ahead, "slots are used again as ever"
 
 
 @pytest.mark.parametrize("name", sorted(KEPT))
