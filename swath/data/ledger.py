@@ -23,7 +23,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,7 +35,7 @@ from swath.runtime import is_alive, own_birth
 WRITERS = 256
 """How many processes can write at the same time."""
 NOBODY = 0
-HEAD, ORIGIN, LOST, HOLES, SAMPLED, WANTED, STARVED, ENROLLED, LAYOUT, EDITS, FORMER = range(11)
+HEAD, ORIGIN, LOST, HOLES, SAMPLED, WANTED, STARVED, ENROLLED, LAYOUT, EDITS, FORMER, ROOM = range(12)
 COUNTERS = 16
 SIZE = COUNTERS + 6 * WRITERS
 """How many 64-bit numbers a ledger needs."""
@@ -75,6 +75,8 @@ class Ledger:
     """Whether a sampler could not draw because there are not the right frames, however many there are."""
     layout = _Counter(LAYOUT)
     """How many bytes describe what the shared memory holds; none as long as it has no layout."""
+    room = _Counter(ROOM)
+    """How many rows, from the first on, have their blocks on the disk; see NOTE [A full disk]."""
     edits = _Counter(EDITS)
     """How often frames were changed where they lie."""
 
@@ -163,11 +165,11 @@ class Ledger:
 
     # -- writing -----------------------------------------------------------------------------------------------
 
-    def reserve(self, rows: int, skipped: int = 0) -> int:
+    def reserve(self, rows: int, make_room: Callable[[int], None], skipped: int = 0) -> int:
         """Take the next `rows` rows (at most all), after `skipped` positions that nobody will write.
 
         Returns the position of the first. Waits for a writer that is busy with one of them; a dead one is not waited
-        for.
+        for. Nothing is taken if `make_room`, for all rows up to its argument, raises.
         """
         deadline = time.monotonic() + PATIENCE_S
         while True:
@@ -177,6 +179,7 @@ class Ledger:
                 begin = self.head + skipped
                 ahead = self._in_the_way(begin, rows)
                 if ahead is None:
+                    make_room(min(begin % self.capacity + rows, self.capacity))
                     self._take(slot, begin, rows)
                     return begin
             _wait_for(ahead, deadline)
@@ -331,7 +334,7 @@ class Ledger:
     def clear(self, keep_count: bool = False) -> None:
         """Forget all rows, and how many were written unless that is to be kept. Only while nobody writes."""
         self.numbers[FORMER] = self.written if keep_count else 0
-        self.stamps[:] = EMPTY
+        self.stamps[: min(self.head - self.origin, self.capacity)] = EMPTY  # others have none, and need no memory
         # Row 0 comes next, and the head has moved in any case: that is how others notice.
         head = (self.head // self.capacity + 1) * self.capacity if self.capacity else 0
         self.numbers[[ORIGIN, HEAD]] = head
