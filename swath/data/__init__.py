@@ -1,12 +1,13 @@
 """Where experience is kept: replay buffers, their storages, samplers and writers."""
 
+from swath.data.file_storage import LazyMemmapStorage
 from swath.data.pacing import RateLimiter
 from swath.data.prioritized import PrioritizedSampler
 from swath.data.replay_buffer import ReplayBuffer
 from swath.data.samplers import RandomSampler, Sampler, SamplerWithoutReplacement
 from swath.data.slices import SliceSampler, SliceSamplerWithoutReplacement
 from swath.data.storages import ListStorage, Storage
-from swath.data.tensor_storages import LazyMemmapStorage, LazyTensorStorage, TensorStorage
+from swath.data.tensor_storages import LazyTensorStorage, TensorStorage
 from swath.data.tensordict_buffers import (
     PrioritizedReplayBuffer,
     TensorDictPrioritizedReplayBuffer,

@@ -86,10 +86,11 @@ def _load_tensors(storage: TensorStorage, layout: StorageLayout, tensors: list[T
     if storage.is_ready and storage.layout is not None:
         if (storage.layout.leaves, storage.layout.dims) != (layout.leaves, layout.dims):
             raise ValueError("The saved buffer has other entries than this one, or other shapes or types of them.")
+        storage.make_room(used)
     else:
-        storage.lay_out(layout)
+        storage.lay_out(layout, used)
     stamps, seams, *columns = tensors
-    storage.ledger.stamps[:] = 0
+    storage.ledger.stamps[: max(used, storage.rows_used)] = 0
     storage.ledger.stamps[:used] = stamps.numpy()
     storage.seams.reshape(layout.lanes, -1)[:, :used] = seams.numpy()
     for target, saved in zip(storage.view(used).values(), columns, strict=True):

@@ -36,7 +36,7 @@ from swath.runtime.supervision import Patience
 WRITERS = 256
 """How many processes can write at the same time."""
 NOBODY = 0
-HEAD, ORIGIN, LOST, HOLES, SAMPLED, WANTED, STARVED, ENROLLED, LAYOUT, EDITS, FORMER = range(11)
+HEAD, ORIGIN, LOST, HOLES, SAMPLED, WANTED, STARVED, ENROLLED, LAYOUT, EDITS, FORMER, ROOM = range(12)
 COUNTERS = 16
 SIZE = COUNTERS + 6 * WRITERS
 """How many 64-bit numbers a ledger needs."""
@@ -76,6 +76,8 @@ class Ledger:
     """Whether a sampler could not draw because there are not the right frames, however many there are."""
     layout = _Counter(LAYOUT)
     """How many bytes describe what the shared memory holds; none as long as it has no layout."""
+    room = _Counter(ROOM)
+    """How many rows, from the first on, have their blocks on the disk; see NOTE [A full disk]."""
     edits = _Counter(EDITS)
     """How often frames were changed where they lie."""
 
@@ -166,11 +168,11 @@ class Ledger:
 
     # -- writing -----------------------------------------------------------------------------------------------
 
-    def reserve(self, rows: int, skipped: int = 0) -> int:
+    def reserve(self, rows: int, make_room: Callable[[int], None], skipped: int = 0) -> int:
         """Take the next `rows` rows (at most all), after `skipped` positions that nobody will write.
 
         Returns the position of the first. Waits for a writer that is busy with one of them; a dead one is not waited
-        for.
+        for. Nothing is taken if `make_room`, for all rows up to its argument, raises.
         """
         patience = Patience()
         while True:
@@ -180,6 +182,7 @@ class Ledger:
                 begin = self.head + skipped
                 ahead = self._in_the_way(begin, rows)
                 if ahead is None:
+                    make_room(min(begin % self.capacity + rows, self.capacity))
                     self._take(slot, begin, rows)
                     if self.on_reserve is not None:
                         self.on_reserve(begin, rows)
@@ -342,7 +345,7 @@ class Ledger:
     def clear(self, keep_count: bool = False) -> None:
         """Forget all rows, and how many were written unless that is to be kept. Only while nobody writes."""
         self.numbers[FORMER] = self.written if keep_count else 0
-        self.stamps[:] = EMPTY
+        self.stamps[: min(self.head - self.origin, self.capacity)] = EMPTY  # others have none, and need no memory
         # Row 0 comes next, and the head has moved in any case: that is how others notice.
         head = (self.head // self.capacity + 1) * self.capacity if self.capacity else 0
         self.numbers[[ORIGIN, HEAD]] = head

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from swath.data.forms import Entries, Form, form_from
 from swath.keys import Key, as_key, as_path
-from swath.runtime.columns import Leaf
+from swath.runtime.columns import Leaf, offsets
+from swath.runtime.memory import page_aligned
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,21 @@ class StorageLayout:
             raise ValueError(f"A storage of max_size={max_size} has no room for one frame of each of {lanes} lanes.")
         leaves = {key: Leaf.of(entry, len(dims) + 1) for key, entry in entries.items()}
         return StorageLayout(form, leaves, tuple(dims), max_size // lanes)
+
+    def columns_start(self, words: int) -> int:
+        """Where the columns begin in a storage's memory: behind so many words, the stamps and the seams."""
+        return page_aligned(words) + self.rows * 8 + self.frames
+
+    def pieces(self, words: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Where rows `start` to `stop` lie, behind so many words: the first byte of each piece, and how many."""
+        stamps = page_aligned(words)
+        yield stamps + start * 8, (stop - start) * 8
+        columns = [(stamps + self.rows * 8, 1)]  # the seams
+        for key, begin in offsets(self.leaves, (self.frames,), self.columns_start(words)).items():
+            columns.append((begin, math.prod(self.leaves[key].shape) * self.leaves[key].dtype.itemsize))
+        for begin, width in columns:
+            for lane in range(self.lanes):
+                yield begin + (lane * self.rows + start) * width, (stop - start) * width
 
     def public_index(self, index: np.ndarray) -> Any:
         """Frames as users know them: numbers of rows, or with several dimensions (rows, lanes...)."""

@@ -123,7 +123,7 @@ class Storage(ABC):
         """
         ledger, own_seams = self.ledger, self.seams.reshape(self.ledger.lanes, -1)
         kept = min(rows, ledger.capacity)
-        begin = ledger.reserve(kept, skipped=rows - kept)
+        begin = ledger.reserve(kept, self.make_room, skipped=rows - kept)
         try:
             done = rows - kept
             for where in ledger.parts(begin, kept):
@@ -140,6 +140,10 @@ class Storage(ABC):
         ledger.commit(begin, kept)
         self._last = (source, begin + kept)
         return np.arange(begin + kept - rows, begin + kept) % ledger.capacity
+
+    def make_room(self, rows: int) -> None:
+        """Be sure that the first `rows` rows can be written, or raise. With the ledger's lock."""
+        return None
 
     def forget_sources(self) -> None:
         """What is written next continues nothing: what it would continue was replaced."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -22,11 +20,10 @@ from swath.data.storages import Collate, Storage
 from swath.data.stored_episodes import episodes_in
 from swath.errors import NothingToSampleError, ShapeError, check_foreign_arguments
 from swath.keys import Key, as_key
-from swath.runtime import Block, FileBlock, MemoryBlock, ProcessLock
+from swath.runtime import Block, MemoryBlock, ProcessLock
 from swath.runtime.columns import Columns, array_of, nbytes, tensor_of
 from swath.runtime.memory import page_aligned
 
-FRAMES_FILE = "frames.bin"
 ARGUMENTS = ("max_size", "scratch_dir", "device", "ndim", "existsok")
 WITHOUT_EFFECT = ("auto_cleanup", "cleanup_memmap", "compilable", "consolidated", "shared_init")
 """Arguments of TorchRL that change nothing here."""
@@ -66,8 +63,8 @@ class TensorStorage(Storage):
             self._attach(self._data)
         return self.layout is not None
 
-    def lay_out(self, layout: StorageLayout) -> None:
-        """Take memory for `layout`, which nobody has done yet in this process."""
+    def lay_out(self, layout: StorageLayout, rows: int = 0) -> None:
+        """Take memory for `layout`, which nobody has done yet in this process; have room for the first `rows`."""
         if self._data is None:
             columns = Columns(layout.leaves, (layout.frames,), device=self.device)
             self._hold(layout, columns, np.zeros(layout.rows, np.int64), np.zeros(layout.frames, bool))
@@ -75,13 +72,20 @@ class TensorStorage(Storage):
         words = layout.to_json().encode()
         with self.ledger.lock:
             if not self.ledger.layout:  # no other process was quicker
-                self._data.resize(nbytes(layout.leaves, (layout.frames,), _columns_start(layout, len(words))))
+                size = nbytes(layout.leaves, (layout.frames,), layout.columns_start(len(words)))
+                self._take(size, [(0, len(words)), *layout.pieces(len(words), 0, rows)])
                 self._data.array((len(words),), np.uint8)[:] = np.frombuffer(words, np.uint8)
+                self.ledger.room = rows
                 self.ledger.layout = len(words)  # from now on, others see it
         self._attach(self._data)
         assert self.layout is not None
         if self.layout.leaves == layout.leaves:  # words do not say of which classes data are
             self.layout = replace(self.layout, form=layout.form)
+
+    def _take(self, size: int, pieces: Iterable[tuple[int, int]]) -> None:
+        """Make room for `size` bytes, of which `pieces` (where, how many) are going to be written."""
+        assert self._data is not None
+        self._data.resize(size)
 
     def _attach(self, block: Block) -> None:
         """Map memory that has a layout already."""
@@ -90,7 +94,7 @@ class TensorStorage(Storage):
         start = page_aligned(size)
         stamps = block.array((layout.rows,), np.int64, start)
         seams = block.array((layout.frames,), bool, start + stamps.nbytes)
-        columns = Columns(layout.leaves, (layout.frames,), block=block, offset=_columns_start(layout, size))
+        columns = Columns(layout.leaves, (layout.frames,), block=block, offset=layout.columns_start(size))
         self._hold(layout, columns, stamps, seams)
 
     def _hold(self, layout: StorageLayout, columns: Columns, stamps: np.ndarray, seams: np.ndarray) -> None:
@@ -121,7 +125,7 @@ class TensorStorage(Storage):
         self._share_ledger(MemoryBlock(8 * SIZE))
         self.ledger.load_state_dict(before.state_dict())
         if is_mapped and layout is not None:
-            self.ledger.layout = before.layout
+            self.ledger.layout, self.ledger.room = before.layout, before.room
             self.ledger.attach(before.stamps, layout.lanes)
         elif not is_mapped:
             self._data, self.layout = MemoryBlock(), None
@@ -360,49 +364,3 @@ class LazyTensorStorage(TensorStorage):
     def __init__(self, max_size: int, *, device: Any = "cpu", ndim: int = 1, **options: Any) -> None:
         check_foreign_arguments("LazyTensorStorage", options, ignored=WITHOUT_EFFECT, known=ARGUMENTS)
         super().__init__(max_size, device=device, ndim=ndim)
-
-
-class LazyMemmapStorage(TensorStorage):
-    """In a file, laid out when the first frames are written: for more frames than memory holds.
-
-    Args:
-        max_size: how many frames there is room for.
-        scratch_dir: where the file lies. Without one it has no name, and is gone when nobody has it open any more;
-            in a directory that is given it stays.
-        device: "cpu".
-        ndim: as for `LazyTensorStorage`.
-        existsok: whether a file that is there already may be overwritten.
-        options: `compilable`, `shared_init` and `auto_cleanup` of TorchRL change nothing.
-    """
-
-    def __init__(
-        self,
-        max_size: int,
-        *,
-        scratch_dir: Any = None,
-        device: Any = "cpu",
-        ndim: int = 1,
-        existsok: bool = False,
-        **options: Any,
-    ) -> None:
-        check_foreign_arguments("LazyMemmapStorage", options, ignored=WITHOUT_EFFECT, known=ARGUMENTS)
-        super().__init__(max_size, device=device, ndim=ndim)
-        if self.device.type != "cpu":
-            raise ValueError(f"A file is mapped into the memory of the CPU, got device={str(self.device)!r}.")
-        self.scratch_dir = (
-            None
-            if scratch_dir is None
-            else Path(scratch_dir.name if isinstance(scratch_dir, TemporaryDirectory) else scratch_dir)
-        )
-        if self.scratch_dir is not None:
-            self.scratch_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if (self.scratch_dir / FRAMES_FILE).exists() and not existsok:
-                raise RuntimeError(
-                    f"{self.scratch_dir} holds frames already; give another directory, or existsok=True."
-                )
-        self._data = FileBlock(self.scratch_dir, None if self.scratch_dir is None else FRAMES_FILE)
-
-
-def _columns_start(layout: StorageLayout, words: int) -> int:
-    """Where the columns begin: behind the words, the stamps and the seams."""
-    return page_aligned(words) + layout.rows * 8 + layout.frames

@@ -119,14 +119,14 @@ class FileBlock(Block):
     """A block in a file: as large as the disk, and only as much in memory as is in use."""
 
     def __init__(self, directory: str | Path | None = None, name: str | None = None) -> None:
-        """Make one in `directory`; with a `name` the file stays there, without one it has none."""
+        """Make one in `directory`; with a `name`, which nothing must have, the file stays there; or it has none."""
         if name is None:
             handle, path = tempfile.mkstemp(prefix="swath-", dir=directory)
             os.unlink(path)
         else:
             path = str(Path(directory or ".") / name)
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            os.fchmod(handle, 0o600)  # also of a file that was there
+            # A new file, or none: one that is there may be another's, or a link to it.
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         super().__init__(handle)
 
 

@@ -169,7 +169,7 @@ def die_while_reserving(pipe: Any, buffer: ReplayBuffer, after: int, rows: int) 
 
     for name in ("numbers", "_begins", "_ends", "_since", "stamps"):
         setattr(ledger, name, getattr(ledger, name).view(Mortal))
-    ledger.reserve(rows)
+    ledger.reserve(rows, buffer.storage.make_room)
     pipe.send("survived")
     pipe.recv()
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
+import itertools
 import os
 import pickle
+import shutil
 import signal
 import stat
 import subprocess
@@ -19,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from buffer_tools import buffer_of, check, frames
+from children import importing_env
 from tensordict import TensorDict
 
 from swath.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, Storage, TensorStorage
@@ -113,6 +117,165 @@ def test_a_file_takes_room_only_for_what_is_written(tmp_path: Path) -> None:
     told = (tmp_path / "frames.bin").stat()
     assert told.st_size > 4_000_000_000
     assert told.st_blocks * 512 < 1_000_000
+
+
+FULL = """
+    import gc, itertools, os, sys, torch
+    from pathlib import Path
+    from swath.data import LazyMemmapStorage, ReplayBuffer
+
+    def tried(call):
+        try:
+            call()
+        except OSError as error:
+            print(error)
+            return False
+        return True
+
+    def run(disk, shared, lanes):
+        data = lambda n: {"x": torch.full((lanes, 7, 100), n), "y": torch.full((lanes, 7), n)}
+        (disk / "other").write_bytes(bytes(2**19))
+        buffer = ReplayBuffer(storage=LazyMemmapStorage(10**6, scratch_dir=disk, ndim=2, existsok=True), shared=shared)
+        written = 0
+        while tried(lambda: buffer.extend(data(written))):
+            written += 1
+        assert written > 10, written
+        assert (len(buffer), buffer.write_count) == (written * 7 * lanes,) * 2
+        for key in ("x", "y"):
+            assert buffer[:][key].unique().tolist() == list(range(written))
+            assert set(buffer.sample(999)[key].unique().tolist()) <= set(range(written))
+        (disk / "other").unlink()
+        buffer.extend(data(-1))  # now there is room
+        buffer.empty()
+        buffer.extend(data(-2))
+        assert len(buffer) == 7 * lanes
+        saved = buffer.state_dict()
+        storage = LazyMemmapStorage(10**6, scratch_dir=disk / "twin", ndim=2, existsok=True)
+        twin = ReplayBuffer(storage=storage, shared=shared)
+        (disk / "more").write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize))
+        for write in (lambda: twin.load_state_dict(saved), lambda: twin.extend(data(0))):
+            assert not tried(write)
+            assert not storage.is_ready
+        (disk / "more").unlink()
+        twin.load_state_dict(saved)
+        assert len(twin) == 7 * lanes
+
+    for shared, lanes in itertools.product((False, True), (1, 3)):
+        run(Path(sys.argv[1]), shared, lanes)
+        for file in Path(sys.argv[1]).rglob("frames.bin"):
+            file.unlink()
+        gc.collect()
+"""
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    """The disk is one of 2 MB that only the program sees. Who writes to mapped memory there is killed otherwise."""
+    mounted = ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs -o size=2m none {tmp_path} && exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*mounted, "true"], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here, or not by us")
+    program = [sys.executable, "-c", textwrap.dedent(FULL), str(tmp_path)]
+    done = subprocess.run([*mounted, *program], capture_output=True, text=True, env=importing_env())
+    assert done.returncode == 0, done.stderr or done.returncode
+    told = done.stdout.splitlines()
+    assert len(told) == 4 * 3
+    for line, name in zip(told, ["frames.bin", "twin/frames.bin", "twin/frames.bin"] * 4, strict=True):
+        assert f"{tmp_path}/{name}" in line
+        assert "scratch_dir" in line
+
+
+def test_a_full_disk_is_told_of_files_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(fd: int, at: int, count: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(100))
+    monkeypatch.setattr(os, "posix_fallocate", refused)
+    with pytest.raises(OSError, match=f"{tempfile.gettempdir()}.*without a name") as found:
+        buffer.extend(frames(range(10)))
+    assert found.value.errno == errno.ENOSPC
+    assert (len(buffer), buffer.storage.is_ready) == (0, False)
+    monkeypatch.undo()
+    buffer.extend(frames(range(10)))
+    monkeypatch.setattr(os, "posix_fallocate", refused)
+    with pytest.raises(OSError, match="scratch_dir"):
+        buffer.extend(frames(range(10, 20)))
+    assert (check(buffer[:]), buffer.write_count, buffer.stats()["lost"]) == (list(range(10)), 10, 0)
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, None])
+def test_where_blocks_cannot_be_taken_ahead_files_are_used_as_they_are(
+    number: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(fd: int, at: int, count: int) -> None:
+        raise OSError(number, "unknown here")
+
+    if number is None:
+        monkeypatch.delattr(os, "posix_fallocate")
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", unknown)
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(100))
+    for start in range(0, 130, 10):
+        buffer.extend(frames(range(start, start + 10)))
+    assert sorted(check(buffer[:])) == list(range(30, 130))
+
+
+def test_blocks_are_taken_seldom_and_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    taken: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, count: taken.append((at, at + count)))
+    storage = LazyMemmapStorage(3000, scratch_dir=tmp_path)
+    buffer = ReplayBuffer(storage=storage)
+    for start in range(0, 4000, 10):
+        buffer.extend(frames(range(start, start + 10)))
+    assert len(taken) < 20 * (len(storage.view()) + 2)  # seldom: 20 times, not 400
+    taken.sort()
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(taken))  # once
+    assert sum(stop - start for start, stop in taken) >= 3000 * sum(t[0].nbytes for t in storage.view().values())
+
+
+# -- what somebody else has planted ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "hard"])
+@pytest.mark.parametrize("existsok", [False, True])
+def test_planted_links_are_not_followed(existsok: bool, kind: str, tmp_path: Path) -> None:
+    victim, scratch = tmp_path / "victim", tmp_path / "scratch"
+    scratch.mkdir()
+    if kind != "dangling":
+        victim.write_text("precious")
+        victim.chmod(0o644)
+    (os.link if kind == "hard" else os.symlink)(victim, scratch / "frames.bin")
+    if existsok:
+        buffer = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=scratch, existsok=True))
+        buffer.extend(frames([1, 2]))
+        assert not (scratch / "frames.bin").is_symlink()
+        assert check(buffer[:]) == [1, 2]
+    else:
+        with pytest.raises(RuntimeError, match="existsok"):
+            LazyMemmapStorage(10, scratch_dir=scratch)
+    if kind == "dangling":
+        assert not victim.exists()
+    else:
+        assert (victim.read_text(), mode_of(victim)) == ("precious", 0o644)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make links of other users")
+def test_a_directory_behind_the_link_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    LazyMemmapStorage(10, scratch_dir=tmp_path / "link")  # one of our own
+    os.chown(tmp_path / "link", 12345, 12345, follow_symlinks=False)
+    with pytest.raises(PermissionError, match=r"Another user.*link"):
+        LazyMemmapStorage(10, scratch_dir=tmp_path / "link", existsok=True)
+
+
+def test_a_file_that_is_replaced_stays_with_those_who_use_it(tmp_path: Path) -> None:
+    """It was cut off under them, and they were killed at the next frame that they read."""
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path))
+    buffer.extend(frames([1, 2, 3]))
+    other = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path, existsok=True))
+    other.extend(frames([7]))
+    assert (tmp_path / "frames.bin").stat().st_nlink == 1
+    assert os.fstat(buffer.storage._data.fd).st_size > 0
+    assert (check(buffer[:]), check(other[:])) == ([1, 2, 3], [7])
 
 
 def test_files_are_for_the_cpu() -> None:
