@@ -316,3 +316,30 @@ def test_aggregated_log_probs(way: dict[str, Any]) -> None:
 def test_a_sampler_before_others_stays_fast_where_it_may() -> None:
     policy = TensorDictSequential(*zoo.discrete().module, zoo.module(zoo.mlp(1), "value"))
     assert zoo.stages_after(policy) == ("MLPStage", "CategoricalStage", "MLPStage")
+
+
+# -- what a policy is given ------------------------------------------------------------------------------------------
+
+
+class Keeper(nn.Module):
+    """Keeps what it is given, and changes it when it has acted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[TensorDictBase] = []
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self.kept.append(tensordict.clone(False))
+        tensordict["action"] = tensordict["observation"][..., : zoo.CHOICES] + tensordict["done"]
+        tensordict["done"].fill_(True)
+        return tensordict
+
+
+def test_what_a_policy_keeps_and_changes_is_its_own() -> None:
+    policy = Keeper()
+    collector = zoo.begun(policy)
+    policy.kept.clear()
+    batch = collector.next()
+    zoo.assert_same(torch.stack([td["observation"] for td in policy.kept], 1), batch["observation"])
+    zoo.assert_same(batch["action"], batch["observation"][..., : zoo.CHOICES])
+    assert not batch["done"].any()
