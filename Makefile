@@ -15,7 +15,7 @@ BENCH_ARGS ?=
 .DEFAULT_GOAL := help
 # Both stamps install into one environment, so they may not run at the same time.
 .NOTPARALLEL:
-.PHONY: help demo test parts check bench bench-processes clean
+.PHONY: help demo test parts check bench bench-processes bench-cliffs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -42,6 +42,9 @@ bench: $(VENV)/.dev.stamp ## Compare with other ways of collecting (BENCH_ARGS="
 
 bench-processes: $(VENV)/.dev.stamp ## The same with several processes (about an hour; BENCH_ARGS="--rounds 2" for less)
 	$(PY) benchmarks/run.py --suite processes $(BENCH_ARGS)
+
+bench-cliffs: $(VENV)/.dev.stamp ## Beside the loop that a careful user writes, for some twenty settings
+	$(PY) benchmarks/run.py --suite cliffs $(BENCH_ARGS)
 
 clean: ## Remove the environment, caches and what the demo wrote
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

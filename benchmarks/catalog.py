@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks import workloads
+from benchmarks.cliffs import workloads as cliffs
+from benchmarks.cliffs.contestants import CONTESTANTS as ON_CLIFFS
 from benchmarks.contestants import CONTESTANTS as COLLECTING
 from benchmarks.figures import FRAMES, Figure
 from benchmarks.inference import workloads as inference
@@ -50,16 +52,17 @@ CATALOG: dict[str, Entry] = {
         for w in inference.WORKLOADS.values()
     },
     **{w.name: Entry(w.title, w.figures, w.contestants, PACING, "pace", w.family) for w in pace.WORKLOADS.values()},
+    **{c.name: Entry(c.title, c.figures, c.contestants, ON_CLIFFS, "cliffs") for c in cliffs.WORKLOADS.values()},
     **{w.name: Entry(w.title, w.figures, w.contestants, ON_NODES, "nodes", w.family) for w in nodes.WORKLOADS.values()},
 }
 
 SUITES: dict[str, list[str]] = {
     suite: [name for name, entry in CATALOG.items() if entry.suite == suite]
-    for suite in ("single", "processes", "inference", "pace", "nodes")
+    for suite in ("single", "processes", "inference", "pace", "nodes", "cliffs")
 }
 """The workloads that are run together."""
 
 CONTESTANTS: tuple[str, ...] = tuple(
-    dict.fromkeys([*COLLECTING, *REPLAYING, *PROCESSING, *SERVING, *PACING, *ON_NODES])
+    dict.fromkeys([*COLLECTING, *REPLAYING, *PROCESSING, *SERVING, *PACING, *ON_NODES, *ON_CLIFFS])
 )
 """All names, in the order in which they take their turns."""

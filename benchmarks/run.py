@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks import machine, report
 from benchmarks.catalog import CATALOG, CONTESTANTS, SUITES
+from benchmarks.cliffs import page as cliffs_page
 from benchmarks.group import run_group
 from benchmarks.inference import page as inference_page
 from benchmarks.nodes import page as nodes_page
@@ -42,6 +43,7 @@ PAGES: dict[str, tuple[str, str, Callable[[Results], str]]] = {
     "inference": ("inference.json", "INFERENCE.md", inference_page.markdown),
     "pace": ("pace.json", "PACE.md", pace_page.markdown),
     "nodes": ("nodes.json", "NODES.md", nodes_page.markdown),
+    "cliffs": ("cliffs.json", "CLIFFS.md", cliffs_page.markdown),
 }
 """Where each suite is published, and by what."""
 

@@ -76,6 +76,14 @@ def test_nodes_deliver_what_is_compared(measurer: ProcessPoolExecutor, workload:
     assert_measures(measurer, workload, contestant)
 
 
+@pytest.mark.parametrize(
+    ("workload", "contestant"),
+    [("C02", "swath"), ("C03", "handwritten"), ("C13", "handwritten"), ("C16", "swath"), ("C19b", "swath_plain")],
+)
+def test_cliffs_deliver_what_is_compared(measurer: ProcessPoolExecutor, workload: str, contestant: str) -> None:
+    assert_measures(measurer, workload, contestant)
+
+
 @pytest.mark.parametrize("workload", ["W9a", "W9e", "W9f"])
 def test_the_ring_written_by_hand_delivers_what_is_compared(measurer: ProcessPoolExecutor, workload: str) -> None:
     assert_measures(measurer, workload, "numpy_ring")

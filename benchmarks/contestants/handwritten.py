@@ -8,6 +8,7 @@ share one storage, so each is overwritten by the next, and nothing is counted, n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -51,11 +52,17 @@ class Storage:
         return {key: tensor[:steps].transpose(0, 1) for key, tensor in self.tensors.items()}
 
 
-def build(workload: Workload, net: nn.Module | None = None, seed: int = 0, shared: bool = False) -> Run:
+def build(
+    workload: Workload,
+    net: nn.Module | None = None,
+    seed: int = 0,
+    shared: bool = False,
+    sample: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
+) -> Run:
     """The loop; in a worker, with the network that all share and batches in shared memory."""
     torch.manual_seed(seed)
     net = workload.make_net() if net is None else net
-    sample = Sampler(workload, net).sample
+    sample = sample or Sampler(workload, net).sample
     envs = [workload.make_env() for _ in range(workload.num_envs)]
     start = np.stack([env.reset(seed=seed + lane)[0] for lane, env in enumerate(envs)])
     lanes = list(enumerate(envs))

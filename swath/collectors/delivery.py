@@ -33,6 +33,8 @@ class Part(Work):
     steps: int = 0
     arena: Arena | None = None
     slot: Slot | None = None
+    row: int | None = None
+    """Which row of the slot's first dimension it is, where all workers share a slot."""
     version: int = 0
     """Of the weights when it was given out: it is done with these or newer ones."""
     claim: object = None
@@ -192,10 +194,11 @@ class Delivery(ABC):
             self._arenas[key] = Arena(lease, batch_size)
         return self._arenas[key]
 
-    def _part(self, index: int, steps: int, random: bool, arena: Arena, slot: Slot, first_row: int = 0) -> Part:
-        place = Place(slot.memory, first_row, self.terms.lanes)
-        version, claim = self.terms.version(), slot.claim()
-        return Part(index, Collect(random), place, steps=steps, arena=arena, slot=slot, version=version, claim=claim)
+    def _part(self, index: int, steps: int, random: bool, arena: Arena, slot: Slot, row: int | None = None) -> Part:
+        place = Place(slot.memory, (row or 0) * self.terms.lanes, self.terms.lanes)
+        part = Part(index, Collect(random), place, steps=steps, arena=arena, slot=slot, row=row)
+        part.version, part.claim = self.terms.version(), slot.claim()
+        return part
 
 
 class Barrier(Delivery):
@@ -249,11 +252,11 @@ class Barrier(Delivery):
 
     def _lay_out(self, shares: dict[int, int]) -> list[Part]:
         """A part for each worker, in one slot if all make the same number of steps."""
-        random, own, lanes = self._is_random(self.budget.spent), self.terms.layout.batch_size, self.terms.lanes
+        random, own = self._is_random(self.budget.spent), self.terms.layout.batch_size
         if self._joins and len(set(shares.values())) == 1:
             arena = self._arena(("all", len(shares)), (len(shares), *own))
             slot = arena.acquire(next(iter(shares.values())))
-            return [self._part(i, n, random, arena, slot, row * lanes) for row, (i, n) in enumerate(shares.items())]
+            return [self._part(i, n, random, arena, slot, row) for row, (i, n) in enumerate(shares.items())]
         arenas = {index: self._arena(index, own) for index in shares}
         return [self._part(i, n, random, arenas[i], arenas[i].acquire(n)) for i, n in shares.items()]
 

@@ -17,12 +17,10 @@ STACK = "stack"
 
 def each_part(parts: Sequence[Part], keys: Sequence[Key]) -> list[TensorDictBase]:
     """The batch of each worker: `[*batch_size, T]`, over the memory of its slot."""
-    slot = parts[0].slot
-    if slot is not None and len(parts) > 1 and all(part.slot is slot for part in parts):
-        rows = _rows_of(parts)
+    if parts[0].row is not None:
         whole = _taken(parts, keys)
         with trainable():
-            return [whole[row][..., : part.collected.steps] for row, part in zip(rows, parts, strict=True)]
+            return [whole[part.row][..., : part.collected.steps] for part in parts]
     return [_alone(part, keys) for part in parts]
 
 
@@ -42,12 +40,6 @@ def _taken(parts: Sequence[Part], keys: Sequence[Key], steps: int | None = None)
     return batch
 
 
-def _rows_of(parts: Sequence[Part]) -> list[int]:
-    """Which of the slot's workers each part is of."""
-    places = [part.place for part in parts if part.place is not None]
-    return [place.first_row // place.rows for place in places]
-
-
 def joined(parts: Sequence[Part], keys: Sequence[Key], how: int | str, *, marks_gaps: bool) -> TensorDictBase:
     """The parts in one batch; `how` is "stack" or a dimension.
 
@@ -61,8 +53,8 @@ def joined(parts: Sequence[Part], keys: Sequence[Key], how: int | str, *, marks_
 def _joined(parts: Sequence[Part], keys: Sequence[Key], how: int | str, marks_gaps: bool) -> TensorDictBase:
     slot = parts[0].slot
     assert slot is not None
-    if all(part.slot is slot for part in parts):
-        whole, rows = _taken(parts, keys), _rows_of(parts)
+    if parts[0].row is not None:
+        whole, rows = _taken(parts, keys), [part.row for part in parts]
         if len(parts) < slot.batch_size[0]:  # a worker was dropped while its part was under way
             whole = named(whole[torch.as_tensor(rows, device="cpu")])
         is_full = all(part.collected.steps == slot.steps for part in parts)

@@ -15,11 +15,27 @@ from typing import Any
 import pytest
 import torch
 from children import is_gone
-from common import LANE, STEP, assert_same, bounded, buffer, by_lane, ids_of, net, rows, saved, set_to, steps_of, until
+from common import (
+    LANE,
+    STEP,
+    assert_same,
+    assert_trajectories,
+    bounded,
+    buffer,
+    by_lane,
+    ids_of,
+    net,
+    rows,
+    saved,
+    set_to,
+    steps_of,
+    until,
+)
 from inside import cut_off
 from nodes import AsyncNodes, SyncNodes, counting
 
 from swath.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from swath.collectors.distributed import DistributedCollector
 from swath.collectors.distributed.inner import INNER_BITS, InnerConfig, first_number
 from swath.collectors.distributed.inside import Inside
 from swath.collectors.worker import EngineTask
@@ -487,3 +503,21 @@ def test_refused(name: str) -> None:
 def test_replay_buffers_are_refused(make: Any) -> None:
     with pytest.raises(ValueError, match="cannot write to a replay buffer"):
         make(AsyncNodes, "sync", replay_buffer=buffer())
+
+
+@pytest.mark.parametrize("inner", ["sync", "async"])
+def test_one_node_fills_the_buffer_frame_by_frame(inner: str) -> None:
+    kept = buffer()
+    collector = DistributedCollector(
+        [CountingEnv],
+        frames_per_batch=40,
+        total_frames=72,
+        sync=True,
+        launcher="mp",
+        collector_class=inner,
+        num_workers_per_collector=2,
+        replay_buffer=kept,
+    )
+    assert list(collector) == [None, None]
+    assert kept[:]["observation"].shape == (72, 3)
+    assert_trajectories(kept[:])

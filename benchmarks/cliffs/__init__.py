@@ -1,0 +1,1 @@
+"""What users run, beside the loop that a careful user writes for it."""

@@ -1,0 +1,220 @@
+"""Who takes part: swath's Collector as the setting asks for it, and what it is held against."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict.nn import (
+    NormalParamExtractor,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+)
+from torch import Tensor, distributions, nn
+
+from benchmarks import policies
+from benchmarks.batch import Run
+from benchmarks.cliffs.workloads import Cliff
+from benchmarks.contestants import handwritten as by_hand
+from benchmarks.sampling import Sampler
+
+CONTESTANTS: dict[str, str] = {
+    "swath": "swath's Collector over GymEnv",
+    "handwritten": "a careful loop over gymnasium envs for exactly this policy; into a ring of arrays for a buffer",
+    "swath_plain": "swath's Collector without what the setting adds",
+    "peer": "TorchRL's Collector over its SerialEnv, or one env",
+}
+CAPACITY = 100_000
+
+
+class Agent(nn.Module):
+    """An actor and a critic in the manner of CleanRL: it samples by itself."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net, self.critic = net, policies.mlp(4, 1)
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        chosen = distributions.Categorical(logits=self.net(observation))
+        action = chosen.sample()
+        return action, chosen.log_prob(action), self.critic(observation)
+
+
+class Strange(nn.Module):
+    """A value head that no library can know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = policies.mlp(4, 1)
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return self.inner(observation) * 2.0
+
+
+def _independent(net: nn.Module) -> Any:
+    return ProbabilisticTensorDictSequential(
+        TensorDictModule(nn.Sequential(net, NormalParamExtractor()), ["observation"], ["loc", "scale"]),
+        ProbabilisticTensorDictModule(
+            ["loc", "scale"], ["action"], distribution_class=_independent_normal, return_log_prob=True
+        ),
+    )
+
+
+def _independent_normal(loc: Tensor, scale: Tensor) -> distributions.Distribution:
+    return distributions.Independent(distributions.Normal(loc, scale), 1)
+
+
+def _torchrl_actor(net: nn.Module) -> Any:
+    from torchrl.modules import ProbabilisticActor
+
+    return ProbabilisticActor(
+        TensorDictModule(net, ["observation"], ["logits"]),
+        in_keys=["logits"],
+        distribution_class=distributions.Categorical,
+        return_log_prob=True,
+    )
+
+
+def _tanh_normal(net: nn.Module) -> Any:
+    from swath.modules import TanhNormal
+
+    return policies.actor(net, 2.0, TanhNormal)
+
+
+def _hooked(net: nn.Module) -> Any:
+    actor = policies.actor(net, None, None)
+    actor.register_forward_hook(lambda *_: None)
+    return actor
+
+
+def _with_value(net: nn.Module, head: nn.Module) -> Any:
+    actor = policies.actor(net, None, None)
+    return ProbabilisticTensorDictSequential(*actor, TensorDictModule(head, ["observation"], ["state_value"]))
+
+
+POLICIES: dict[str, Callable[[nn.Module], Any]] = {
+    "actor": lambda net: policies.actor(net, None, None),
+    "torchrl_actor": _torchrl_actor,
+    "tanh_normal": _tanh_normal,
+    "independent_normal": _independent,
+    "hooked": _hooked,
+    "cleanrl": lambda net: TensorDictModule(Agent(net), ["observation"], ["action", "action_log_prob", "state_value"]),
+    "random": lambda net: None,
+    "foreign_value": lambda net: _with_value(net, Strange()),
+    "plain_value": lambda net: _with_value(net, policies.mlp(4, 1)),
+}
+
+
+# -- swath -----------------------------------------------------------------------------------------------------------
+
+
+def swath(cliff: Cliff) -> Run:
+    from swath.collectors import Collector
+    from swath.data import LazyTensorStorage, ReplayBuffer
+    from swath.envs import GymEnv, SerialEnv
+
+    torch.manual_seed(0)
+    workload, options = cliff.collected, dict(cliff.options)
+    make = partial(GymEnv, workload.env_id, categorical_action_encoding=True)
+    env = make() if cliff.envs == 1 else SerialEnv(cliff.envs, make)
+    if cliff.into == "buffer":
+        options["replay_buffer"] = ReplayBuffer(storage=LazyTensorStorage(CAPACITY), batch_size=32)
+    policy = POLICIES[cliff.policy](workload.make_net())
+    collector = Collector(env, policy, frames_per_batch=cliff.frames, total_frames=-1, **options)
+    return _over(iter(collector), cliff, collector.shutdown)
+
+
+def swath_plain(cliff: Cliff) -> Run:
+    policy = "plain_value" if cliff.policy == "foreign_value" else cliff.policy
+    return swath(replace(cliff, options={}, policy=policy))
+
+
+def _over(batches: Iterator[Any], cliff: Cliff, close: Callable[[], None]) -> Run:
+    last: list[Any] = []
+
+    def collect() -> int:
+        last.clear()
+        last.append(next(batches))
+        if last[0] is None:
+            return cliff.frames
+        mask = last[0].get(("collector", "mask"), None)
+        return int(last[0].numel()) if mask is None else int(mask.sum())
+
+    return Run(collect, close=close)
+
+
+# -- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def handwritten(cliff: Cliff) -> Run:
+    torch.manual_seed(0)
+    workload = cliff.collected
+    net = workload.make_net()
+    run = by_hand.build(workload, net, sample=_sample(cliff, net))
+    return run if cliff.into == "batch" else _into_ring(run, cliff)
+
+
+def _sample(cliff: Cliff, net: nn.Module) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    if cliff.policy == "cleanrl":
+        agent = Agent(net)
+        return lambda observation: agent(observation)[:2]
+    if cliff.policy == "random":
+        nothing = torch.zeros(cliff.envs)
+        return lambda observation: (torch.randint(2, (cliff.envs,)), nothing)
+    if cliff.policy == "independent_normal":
+        head = nn.Sequential(net, NormalParamExtractor())
+
+        def normal(observation: Tensor) -> tuple[Tensor, Tensor]:
+            loc, scale = head(observation)
+            noise = torch.randn_like(loc)
+            return torch.addcmul(loc, scale, noise), (noise.square().mul_(-0.5) - scale.log() - 0.9189385).sum(-1)
+
+        return normal
+    if cliff.policy == "hooked":
+        net.register_forward_hook(lambda *_: None)
+    return Sampler(cliff.collected, net).sample
+
+
+def _into_ring(run: Run, cliff: Cliff) -> Run:
+    """Each batch is copied into a ring of arrays, env by env, with the version of each frame's trajectory left out."""
+    assert run.last_batch is not None
+    run()
+    rows = cliff.frames if cliff.options.get("extend_buffer", True) else cliff.envs
+    ring = {
+        key: np.zeros((CAPACITY, *tensor.shape[2:]), tensor.numpy().dtype) for key, tensor in run.last_batch().items()
+    }
+    places = itertools.cycle(range(0, CAPACITY - rows, rows))
+
+    def collect() -> int:
+        frames = run()
+        batch = {key: tensor.numpy() for key, tensor in run.last_batch().items()}  # type: ignore[misc]
+        for first in range(0, frames, rows):
+            at = next(places)
+            steps = slice(first // cliff.envs, (first + rows) // cliff.envs)
+            for key, values in batch.items():
+                ring[key][at : at + rows] = values[:, steps].reshape(rows, *values.shape[2:])
+        return frames
+
+    return Run(collect)
+
+
+# -- the peer --------------------------------------------------------------------------------------------------------
+
+
+def peer(cliff: Cliff) -> Run:
+    from torchrl.collectors import Collector
+    from torchrl.envs import GymEnv, SerialEnv
+
+    torch.manual_seed(0)
+    workload = cliff.collected
+    make = partial(GymEnv, workload.env_id, categorical_action_encoding=True)
+    env = make() if cliff.envs == 1 else SerialEnv(cliff.envs, make)
+    policy = POLICIES[cliff.policy](workload.make_net())
+    collector = Collector(env, policy, frames_per_batch=cliff.frames, total_frames=10**12, use_buffers=False)
+    return _over(iter(collector), cliff, collector.shutdown)
