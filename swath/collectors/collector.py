@@ -20,7 +20,8 @@ from swath.envs import AsyncEnvPool, EnvBase
 from swath.rollout.budget import FrameBudget
 from swath.rollout.engine import Engine, writer_number
 from swath.runtime.local import LocalCarrier
-from swath.runtime.pool import Pool, Supervision
+from swath.runtime.pool import Pool
+from swath.runtime.supervision import Supervision
 from swath.weights import Publisher
 
 

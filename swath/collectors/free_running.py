@@ -18,7 +18,6 @@ import atexit
 import contextlib
 import sys
 import threading
-import time
 import traceback
 import warnings
 import weakref
@@ -27,6 +26,7 @@ from types import TracebackType
 
 from swath.collectors.delivery import Delivery, Part
 from swath.errors import annotate
+from swath.runtime.supervision import Patience
 
 REST_S = 60.0
 """How long a step may take while a caller waits for the collector to rest."""
@@ -159,10 +159,10 @@ class FreeRunning:
                 self._turn.notify_all()
 
     def _await_rest(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+        patience = Patience()
         with self._turn:
             while not self._is_resting and self._thread.is_alive():
-                if time.monotonic() > deadline:
+                if patience.waited_s() > timeout_s:
                     raise TimeoutError(
                         f"{self._name} has not come to rest within {timeout_s:.0f} s: a step of its env or policy, a "
                         "hook, or a write takes that long, or a worker is stopped."

@@ -11,8 +11,8 @@ from swath.collectors.config import DEVICES, CommonConfig
 from swath.collectors.kinds import check_kind, check_least, check_one_of
 from swath.envs import EnvBase
 from swath.keys import POLICY_VERSION
-from swath.runtime.pool import Supervision
 from swath.runtime.process import METHODS
+from swath.runtime.supervision import Supervision
 
 
 @dataclass(frozen=True)

@@ -291,7 +291,8 @@ class BaseCollector(Control, IterableDataset[Any]):
         """Let the thread that attends to workers deal with those that have just died."""
         deadline, carrier = time.monotonic() + NOTICE_S, self._pool.carrier
         while self._free is not None and self._free.is_alive and time.monotonic() < deadline:
-            if self._free.is_here or len(carrier.alive()) == len(carrier.workers):
+            missing = len(carrier.workers) - len(carrier.alive())
+            if self._free.is_here or missing <= len(self._pool.replacements):
                 return
             time.sleep(0.005)
 

@@ -31,6 +31,7 @@ import numpy as np
 
 from swath.data.contents import EMPTY
 from swath.runtime import is_alive, own_birth, undisturbed
+from swath.runtime.supervision import Patience
 
 WRITERS = 256
 """How many processes can write at the same time."""
@@ -153,7 +154,7 @@ class Ledger:
         Returns the position of the first. Waits for a writer that is busy with one of them; a dead one is not waited
         for.
         """
-        deadline = time.monotonic() + PATIENCE_S
+        patience = Patience()
         while True:
             with self.lock:
                 slot = self._own_slot()
@@ -163,7 +164,7 @@ class Ledger:
                 if ahead is None:
                     self._take(slot, begin, rows)
                     return begin
-            _wait_for(ahead, deadline)
+            _wait_for(ahead, patience)
 
     def _take(self, slot: int, begin: int, rows: int) -> None:
         """Note, then move the head, then take the stamps off: who is killed in between is found with what it took."""
@@ -287,7 +288,7 @@ class Ledger:
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
         """A context in which nobody writes: those who had begun have finished, or are dead."""
-        deadline = time.monotonic() + PATIENCE_S
+        patience = Patience()
         while True:
             with self.lock:
                 ahead = self._in_the_way(self.head + 1, self.capacity)  # any writer that lives is busy with some row
@@ -295,7 +296,7 @@ class Ledger:
                     with undisturbed:  # or an interrupt on the way in or out would leave the lock to a traceback
                         yield
                     return
-            _wait_for(ahead, deadline)
+            _wait_for(ahead, patience)
 
     @contextlib.contextmanager
     def hiding(self, rows: np.ndarray) -> Iterator[None]:
@@ -344,9 +345,9 @@ class Ledger:
         return _copied, (numbers, self.stamps.copy(), self.lanes)
 
 
-def _wait_for(process: int, deadline: float) -> None:
+def _wait_for(process: int, patience: Patience) -> None:
     """Give `process`, which is writing, a moment to finish."""
-    if time.monotonic() > deadline:
+    if patience.waited_s() > PATIENCE_S:
         raise TimeoutError(
             f"Process {process} has been writing to the replay buffer for {PATIENCE_S:.0f} s, and its rows are "
             "needed: it is stopped, or the buffer is too small for what is written at a time."

@@ -36,7 +36,7 @@ from swath.envs.serial import EnvFactory
 from swath.errors import check_foreign_arguments, wrong_shape
 from swath.keys import RESET, TERMINATED, TRUNCATED, Key
 from swath.runtime.columns import Columns
-from swath.runtime.pool import Supervision
+from swath.runtime.supervision import Supervision
 from swath.seeding import lane_seed, lane_seeds
 
 TUNING = ("stack", "exchange", "worker_affinity")

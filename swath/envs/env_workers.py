@@ -24,8 +24,9 @@ from swath.keys import RESET, TERMINATED, TRUNCATED
 from swath.runtime import Event
 from swath.runtime.columns import Columns
 from swath.runtime.id_queue import IdQueue
-from swath.runtime.pool import LOOK_S, Pool, Supervision, Work
+from swath.runtime.pool import LOOK_S, Pool, Work
 from swath.runtime.processes import ProcessCarrier
+from swath.runtime.supervision import Supervision
 from swath.runtime.threads import ThreadCarrier
 
 Backend = Literal["threading", "multiprocessing"]
@@ -195,7 +196,7 @@ class EnvWorkers(EnvSupervisor):
                 return True
             if now >= deadline:
                 return False
-            if self._carrier.wait(min(patience, deadline - now)):
+            if self._carrier.wait(self.pool.replacements.patience_s(min(patience, deadline - now))):
                 continue
             self._guarded(lambda: self.pool.attend(0.0))
 
@@ -209,8 +210,8 @@ class EnvWorkers(EnvSupervisor):
                 error = self._error(worker, answer)
                 if self.pool.supervision.on_failure == "raise":
                     raise error  # the env may be reset, and the others go on
+                self.in_flight[env] = True  # nothing is to be had of it until its worker is replaced or dropped
                 self.pool.fail(worker, error)
-                self.lost_steps += 1
 
     def settle(self, envs: Sequence[int] | None = None) -> None:
         """Wait until `envs`, or all, have landed."""

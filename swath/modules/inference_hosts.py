@@ -22,9 +22,10 @@ from swath.modules.inference_settings import InferenceSettings
 from swath.modules.inference_wire import PolicySignature, TravellingEnd
 from swath.modules.probe import guessed_shapes
 from swath.runtime.carrier import Link, Order, Task, Topic
-from swath.runtime.pool import Pool, Supervision, Work
+from swath.runtime.pool import Pool, Work
 from swath.runtime.processes import ProcessCarrier, ProcessLink
 from swath.runtime.snapshots import Snapshots
+from swath.runtime.supervision import Supervision
 from swath.weights import WeightLayout
 
 LAST_WORDS_S = 1.0

@@ -37,28 +37,10 @@ from swath.runtime.carrier import (
 )
 from swath.runtime.faults import Failure
 from swath.runtime.interrupts import undisturbed
+from swath.runtime.supervision import Replacements, Supervision, WorkerClocks
 
 LOOK_S = 1.0
 """How often a thread that waits looks for workers that have stalled."""
-
-
-@dataclass(frozen=True)
-class Supervision:
-    """What happens when a worker fails, and when it is said to have stalled.
-
-    Attributes:
-        on_failure: "raise" the error, "restart" the worker, or "drop" it and go on with the others.
-        max_restarts: how often each worker is restarted; then the error is raised.
-        stall_warning_s: after how many seconds without a heartbeat a worker is named in a warning.
-        stall_timeout_s: after how many it is killed, which `on_failure` then deals with; None waits on.
-        start_timeout_s: how long a worker may take to start.
-    """
-
-    on_failure: str = "raise"
-    max_restarts: int = 3
-    stall_warning_s: float = 15.0
-    stall_timeout_s: float | None = None
-    start_timeout_s: float = 300.0
 
 
 @dataclass(eq=False)
@@ -134,6 +116,7 @@ class Pool(Generic[W]):
         self._owner = owner
         self._doing, self._is_busy, self._heartbeat = doing, is_busy, pulse or carrier.heartbeat
         self._restarted: dict[int, int] = {}
+        self.replacements = Replacements()
         self._dropped: set[int] = set()
         self._joining: dict[int, BaseException | None] = {}
         """Workers that were added later and are not ready yet, and what has kept them from it."""
@@ -141,9 +124,8 @@ class Pool(Generic[W]):
         self._asked: dict[int, tuple[int, Question]] = {}
         self._answers: dict[int, Answer] = {}
         self._numbers = itertools.count(1)
-        self._pulse: dict[int, tuple[int, float]] = {}
+        self._clocks = WorkerClocks()
         self._stalled: set[int] = set()
-        self._started_at: dict[int, float] = {}
         self._killed: dict[int, str] = {}
         """Why a worker was killed by us."""
         self._inbox: deque[tuple[int, News]] = deque()
@@ -198,6 +180,7 @@ class Pool(Generic[W]):
     def remove(self, index: int) -> None:
         """Stop a worker, and go on without it; what it had under way is lost."""
         self.started.pop(index, None)
+        self.replacements.forget(index)
         self.carrier.stop(index)
         self._dropped.add(index)
         for number, (asked, _) in list(self._asked.items()):
@@ -208,8 +191,8 @@ class Pool(Generic[W]):
             work.is_over = work.is_lost = True
 
     def _start(self, index: int, replaces: bool) -> None:
-        self._started_at[index] = time.monotonic()
-        self._pulse.pop(index, None)
+        self.started.pop(index, None)
+        self._clocks.start(index)
         self._stalled.discard(index)
         self._killed.pop(index, None)
         self.carrier.start(index, self._owner.task(index, replaces))
@@ -227,7 +210,7 @@ class Pool(Generic[W]):
         """Let a worker do `work`."""
         work.ticket = self.last_ticket[work.index] = next(self._numbers)
         self._outstanding[work.index].append(work)
-        self._pulse.pop(work.index, None)  # from now on it is expected to move
+        self._clocks.expect(work.index)
         self.carrier.send(work.index, Order(work.ticket, work.request, work.place))
 
     def outstanding(self, index: int) -> int:
@@ -261,7 +244,7 @@ class Pool(Generic[W]):
                 if index in self._dropped:
                     self._asked.pop(question.number, None)
                     continue
-                self._pulse.pop(index, None)
+                self._clocks.expect(index)
                 self.carrier.send(index, question)
             while late := [index for number, index in asked.items() if number in self._asked]:
                 if time.monotonic() > deadline:
@@ -293,8 +276,13 @@ class Pool(Generic[W]):
                 raise ClosedError(f"{self.name} was shut down while it was waited for.")
             # In a local worker that is at work just now, waiting would mean to begin its next work within it.
             is_within = self.carrier.is_local and not is_first
-            if self._inbox or is_within or self.carrier.wait(timeout_s):
+            if (
+                self._inbox
+                or is_within
+                or self._clocks.wait(self.carrier.wait, self.replacements.patience_s(timeout_s))
+            ):
                 self._take_in()
+            self._replace_failed()
             self._look_for_stalls()
         finally:
             if is_first:
@@ -318,6 +306,7 @@ class Pool(Generic[W]):
                         self._answers[news.number] = news
                 case Started():
                     self.started[index] = news.description
+                    self._clocks.expect(index)
                 case Warned():
                     warnings.warn_explicit(f"Worker {index}: {news.text}", news.category, "swath", index)
                 case Failed():
@@ -353,28 +342,27 @@ class Pool(Generic[W]):
     def expect_progress(self, indices: Iterable[int]) -> None:
         """From now on, these workers are expected to move."""
         for index in indices:
-            self._pulse.pop(index, None)
+            self._clocks.expect(index)
 
     def _look_for_stalls(self) -> None:
-        now, limit = time.monotonic(), self.supervision.stall_timeout_s
+        clocks, supervision = self._clocks, self.supervision
+        limit, start_s = supervision.stall_timeout_s, supervision.start_timeout_s
+        clocks.look()
         asked = {index for index, _ in list(self._asked.values())}
-        for index in self.indices:
+        for index in [index for index in self.indices if index not in self.replacements]:
             is_ready = index in self.started
             is_busy = bool(self._outstanding[index]) or index in asked or not is_ready
             is_busy = is_busy or (self._is_busy is not None and self._is_busy(index))
-            beats = self._heartbeat(index)
-            last, since = self._pulse.get(index, (-1, now))
-            if not is_busy or beats != last:
-                self._pulse[index] = (beats, now)
+            still_s = clocks.still_s(index, self._heartbeat(index), is_busy)
+            if not still_s:
                 self._stalled.discard(index)
-            elif now - since > self.supervision.stall_warning_s and index not in self._stalled:
+            elif still_s > supervision.stall_warning_s and index not in self._stalled:
                 self._stalled.add(index)
-                self._warn_of_stall(index, now - since)
-            if is_busy and limit is not None and now - self._pulse[index][1] > limit and index not in self._killed:
+                self._warn_of_stall(index, still_s)
+            if is_ready and limit is not None and still_s > limit and index not in self._killed:
                 self._killed[index] = f"It had made no step for stall_timeout_s={limit:g} seconds."
                 self.carrier.kill(index)  # its end will be seen to as any other
-            start_s = self.supervision.start_timeout_s
-            if not is_ready and now - self._started_at[index] > start_s:
+            if not is_ready and clocks.starting_s(index) > start_s:
                 late = f"Worker {index} of {self.name} has not made its env and policy within start_timeout_s="
                 self.fail(index, TimeoutError(f"{late}{start_s:.0f} s."))
 
@@ -399,7 +387,10 @@ class Pool(Generic[W]):
         if index in self._joining:  # whoever adds it raises that
             self._joining[index] = error
             return self.remove(index)
+        if index in self.replacements:
+            return None
         policy, count = self.supervision.on_failure, self._restarted.get(index, 0)
+        has_moved = self._clocks.has_moved(index, self._heartbeat(index))
         was_ready = index in self.started or count > 0
         self.started.pop(index, None)
         is_hopeless = policy == "restart" and count >= self.supervision.max_restarts
@@ -411,13 +402,17 @@ class Pool(Generic[W]):
                 annotate(error, "No worker is left.")
             self.failure = error
             raise error
-        self._owner.lost(index)
         if policy == "drop":
-            self._drop(index, error)
-        else:
+            return self._drop(index, error)
+        self.replacements.plan(index, error, has_moved)
+        return self._replace_failed()
+
+    def _replace_failed(self) -> None:
+        for index, error in self.replacements.due():
             self._restart(index, error)
 
     def _restart(self, index: int, error: BaseException) -> None:
+        self._owner.lost(index)
         self._restarted[index] = self._restarted.get(index, 0) + 1
         self.restarts += 1
         self._start(index, replaces=True)
@@ -432,6 +427,7 @@ class Pool(Generic[W]):
         warnings.warn(which + summary, WorkerRestartedWarning, stacklevel=5)
 
     def _drop(self, index: int, error: BaseException) -> None:
+        self._owner.lost(index)
         self.remove(index)
         warnings.warn(
             f"Worker {index} of {self.name} is dropped, {len(self.indices)} are left: {type(error).__name__}: {error}",

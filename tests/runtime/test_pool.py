@@ -19,8 +19,9 @@ from swath.errors import ClosedError, StallWarning, WorkerDiedError, WorkerResta
 from swath.runtime import MemoryBlock
 from swath.runtime.carrier import Carrier, Link, Order
 from swath.runtime.local import LocalCarrier
-from swath.runtime.pool import Pool, Supervision, Work
+from swath.runtime.pool import Pool, Work
 from swath.runtime.processes import ProcessCarrier
+from swath.runtime.supervision import LATE_S, Patience, Replacements, Supervision, WorkerClocks
 
 pytestmark = pytest.mark.timeout(60)
 Start = Callable[..., ProcessCarrier]
@@ -407,6 +408,10 @@ def attend_for(pool: Pool[Work], seconds: float) -> None:
         pool.attend(0.02)
 
 
+def attend_until(pool: Pool[Work], condition: Callable[[], bool]) -> None:
+    until(lambda: condition() or pool.attend(0.02) or condition())
+
+
 def test_a_stalled_worker_is_named_once(start_workers: Start) -> None:
     pool = pool_of(start_workers(workers=2), 2, Tasks(lambda index, replaces: Doing(nap)), restless())
     words = (
@@ -500,6 +505,103 @@ def test_a_new_worker_in_the_place_of_another_has_so_long_too(start_workers: Sta
     with pytest.warns(WorkerRestartedWarning) as told, pytest.raises(TimeoutError, match="Worker 0 of the pool"):
         do(pool, 0, "end")
     assert ["TimeoutError" in str(one.message) for one in told] == [False, True]
+
+
+def test_a_worker_that_is_made_slowly_has_not_stalled(start_workers: Start) -> None:
+    """How long that may take is said by `start_timeout_s`; its clock for stalls begins when it is ready."""
+    tasks = Tasks(
+        lambda index, replaces: (
+            Doing(begin=lambda link: time.sleep(1.5)) if replaces else Doing(die_of({"end": kill_oneself}))
+        )
+    )
+    supervision = restless(on_failure="restart", stall_warning_s=60.0, stall_timeout_s=1.0, max_restarts=1)
+    pool = pool_of(start_workers(workers=1), 1, tasks, supervision)
+    with pytest.warns(WorkerRestartedWarning):
+        assert do(pool, 0, "end") is not None
+    assert pool.restarts == 1
+
+
+def test_one_that_gets_nowhere_is_replaced_after_a_pause_and_others_go_on(
+    start_workers: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swath.runtime.supervision.PAUSE_S", 1000.0)
+    monkeypatch.setattr("swath.runtime.supervision.LONGEST_PAUSE_S", 1000.0)
+
+    def work(link: Link, order: Order) -> Any:
+        if order.work == "step":
+            link.beat(order.ticket)
+        return die_of({"end": kill_oneself})(link, order)
+
+    tasks = Tasks(lambda index, replaces: Doing(work))
+    pool = pool_of(start_workers(workers=2), 2, tasks, RESTART)
+    do(pool, 1, "step")
+    pool.issue(lasting := Work(1, "end"))
+    with pytest.warns(WorkerRestartedWarning):
+        attend_until(pool, lambda: pool.restarts == 1)
+    attend_until(pool, lambda: 1 in pool.replacements)  # this one has not moved
+    heard = list(tasks.heard)
+    for number in range(5):
+        assert do(pool, 0, number)[1] == number
+    attend_for(pool, 0.2)
+    assert (pool.restarts, tasks.heard, lasting.is_over) == (1, heard, False)
+    begun = time.monotonic()
+    pool.shutdown(1.0)
+    assert time.monotonic() - begun < 20, "a pause is not waited for"
+
+
+def test_pauses_get_longer_until_something_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("swath.runtime.supervision.time.monotonic", lambda: now[0])
+    pauses, replacements = [], Replacements()
+    for has_moved in (True, *[False] * 8, True, False):
+        replacements.plan(0, OSError(), has_moved)
+        pauses.append(round(replacements.patience_s(100.0), 3))
+        assert len(list(replacements.due())) == (not pauses[-1])
+        now[0] += pauses[-1]
+        assert len(list(replacements.due())) == bool(pauses[-1])
+        assert 0 not in replacements
+    assert pauses == [0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 0, 0.1]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_time_in_which_nobody_ran_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    now, clocks = [100.0], WorkerClocks()
+    monkeypatch.setattr("swath.runtime.supervision.time.monotonic", lambda: now[0])
+
+    def pass_(seconds: float) -> bool:
+        now[0] += seconds
+        return False
+
+    def look(seconds: float) -> tuple[float, float]:
+        """After so many seconds, of which one was asked for if it `waits`."""
+        clocks.wait(lambda timeout_s: pass_(seconds), 1.0) if waits else pass_(seconds)
+        clocks.look()
+        return clocks.still_s(0, 7, is_busy=True), clocks.starting_s(0)
+
+    clocks.start(0)
+    assert look(1.0)[0] == 0
+    assert look(1.0) == (1, 2)
+    assert look(60.0) == ((2, 3) if waits else (1, 2)), "we were stopped, as it may have been"
+    assert look(1.5)[0] == (3.5 if waits else 2.5)
+    # Who does not wait may have been busy elsewhere: what stands still for a second time does so by itself.
+    assert look(60.0)[0] == (4.5 if waits else 62.5)
+    now[0] += 60.0
+    clocks.look()
+    assert clocks.still_s(0, 8, is_busy=True) == 0
+    assert clocks.has_moved(0, 8)
+
+
+def test_patience_does_not_count_time_in_which_we_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of a node that was silent, nor of a collector that does not come to rest."""
+    now = [0.0]
+    monkeypatch.setattr("swath.runtime.supervision.time.monotonic", lambda: now[0])
+    patience = Patience()
+    for seconds in (1.0, 60.0, 1.5):
+        now[0] += seconds
+        waited = patience.waited_s()
+    assert waited == 1.0 + LATE_S + 1.5
+    patience.renew()
+    assert patience.waited_s() == 0
 
 
 # -- the end ---------------------------------------------------------------------------------------------------------

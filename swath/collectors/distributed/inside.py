@@ -13,7 +13,7 @@ from swath.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from swath.collectors.worker import EngineTask
 from swath.rollout.engine import EngineSettings
 from swath.runtime.carrier import Link, Task
-from swath.runtime.pool import Supervision
+from swath.runtime.supervision import Supervision
 
 KINDS: dict[Any, type[InnerCollector] | None] = {
     **dict.fromkeys(("single", Collector)),

@@ -8,7 +8,6 @@ import os
 import pickle
 import queue
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -36,6 +35,7 @@ from swath.runtime.columns import Columns
 from swath.runtime.faults import Failure
 from swath.runtime.session import Session
 from swath.runtime.snapshots import Snapshots
+from swath.runtime.supervision import Patience
 
 GRACE_S = 3.0
 """How long a node whose trainer is gone may take to end by itself."""
@@ -74,7 +74,7 @@ class NodeLink:
         self._memory: list[tuple[Columns, Tensor]] = []
         """Where batches are collected, one for each layout: a batch has been sent when the next is begun."""
         self._weights: tuple[Columns, Tensor] | None = None
-        self._heard_at = time.monotonic()
+        self._silence = Patience()
         self._is_over = False
         self._telling = threading.Lock()
         self._has_stopped = threading.Event()
@@ -89,7 +89,7 @@ class NodeLink:
                 parcel = pickle.loads(self._wire.receive())
                 if isinstance(parcel, Weights) and parcel.size:
                     self._wire.fetch(self._space(parcel))
-                self._heard_at = time.monotonic()
+                self._silence.renew()
                 match parcel:
                     case Post():
                         self._take(parcel)
@@ -105,7 +105,7 @@ class NodeLink:
     def _pulsate(self) -> None:
         with suppress(ChannelClosedError, OSError):
             while not self._has_stopped.wait(PULSE_S):
-                if time.monotonic() - self._heard_at > self._timeout_s:
+                if self._silence.waited_s() > self._timeout_s:
                     break
                 self._tell(Pulse)
         if not self._has_stopped.is_set():

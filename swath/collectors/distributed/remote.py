@@ -45,6 +45,7 @@ from swath.runtime.memory import PrivateBlock
 from swath.runtime.processes import LAST_WORDS_S, SHUTDOWN_S
 from swath.runtime.rounds import Event
 from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore, Values
+from swath.runtime.supervision import Patience
 
 PULSE = pack_parcel(Pulse())
 LOOK_S = 0.1
@@ -115,8 +116,8 @@ class RemoteCarrier:
     # -- control -----------------------------------------------------------------------------------------------
 
     def start(self, index: int, task: Task) -> None:
-        if index in self._connections:
-            self._end([index], 0.0)
+        if (former := self._connections.get(index)) is not None:  # it stays until there is another
+            self._end([former], 0.0)
         self._board.clear(index)
         begin = Begin(task, self._fields, self._timeout_s)
         self._connections[index] = NodeConnection(self._launch.start(index), begin, self._board, index, self._came)
@@ -125,17 +126,17 @@ class RemoteCarrier:
     def stop(self, index: int, timeout_s: float = 0.0) -> None:
         if index in self.workers:
             self.workers = [worker for worker in self.workers if worker != index]
-            self._end([index], timeout_s)
+            self._end([self._connections.pop(index)], timeout_s)
 
     def shutdown(self, timeout_s: float | None = None) -> None:
         if os.getpid() == self._owner:
             self.workers = []
-            self._end(list(self._connections), SHUTDOWN_S if timeout_s is None else timeout_s)
+            ending, self._connections = list(self._connections.values()), {}
+            self._end(ending, SHUTDOWN_S if timeout_s is None else timeout_s)
             self._launch.close()
 
-    def _end(self, indices: Sequence[int], timeout_s: float) -> None:
+    def _end(self, ending: Sequence[NodeConnection], timeout_s: float) -> None:
         """End nodes within the time: they are asked first, all at once."""
-        ending = [self._connections.pop(index) for index in indices if index in self._connections]
         deadline = time.monotonic() + timeout_s
         for connection in ending:
             connection.put(Post(Stop()))
@@ -206,9 +207,9 @@ class NodeConnection:
         self.news: deque[News] = deque()
         self._board, self._index, self._came = board, index, came
         self._wire: Wire | None = None
-        self._heard_at: float | None = None
-        """When something came last; None before the node is there."""
-        self._silence = ""
+        self._silence: Patience | None = None
+        """How long nothing has come; None before the node is there."""
+        self._given_up = ""
         self._outbox: queue.SimpleQueue[bytes | tuple[Topic, SnapshotContents | None] | None] = queue.SimpleQueue()
         self._stores: dict[Topic, SentSnapshots] = {}
         self._unsent: set[Topic] = set()
@@ -272,9 +273,10 @@ class NodeConnection:
     def _send_all(self) -> None:
         try:
             wire = self._wire = self.node.connect()
-            self._heard_at = time.monotonic()
+            self._silence = Patience()
             self._threads.append(self._thread(self._receive_all))
             while not self.is_over.is_set():
+                self._silence.waited_s()  # counted here, too, while nobody waits for nodes
                 try:
                     item = self._outbox.get(timeout=PULSE_S)
                 except queue.Empty:
@@ -303,13 +305,14 @@ class NodeConnection:
 
     def _receive_all(self) -> None:
         assert self._wire is not None
+        assert self._silence is not None
         with suppress(ChannelClosedError, OSError):
             while True:
                 parcel: Parcel = pickle.loads(self._wire.receive())
                 if isinstance(parcel, Sent) and parcel.size:
                     assert isinstance(parcel.news, Finished)
                     self._wire.fetch(self._places[parcel.news.ticket][2], parcel.news.ticket)
-                self._heard_at = time.monotonic()
+                self._silence.renew()
                 match parcel:
                     case Pulse(numbers=numbers):
                         self._board.show(self._index, numbers)
@@ -338,11 +341,11 @@ class NodeConnection:
 
     def look_for_silence(self, timeout_s: float) -> None:
         """Give up a node that has not been heard of for so long."""
-        heard_at = self._heard_at
-        if heard_at is None or self.is_over.is_set() or time.monotonic() - heard_at < timeout_s:
+        silence = self._silence
+        if silence is None or self.is_over.is_set() or silence.waited_s() < timeout_s:
             return
-        if not self._silence:
-            self._silence = (
+        if not self._given_up:
+            self._given_up = (
                 f"Nothing has been heard of its node ({self.node.where or 'on this machine'}) for "
                 f"node_timeout_s={timeout_s:g} seconds: its machine, or the way to it, is gone."
             )
@@ -356,9 +359,9 @@ class NodeConnection:
         if isinstance(never_came, TimeoutError):
             self._tell(Failed(Failure.of(never_came), "being waited for"))
         else:
-            code = None if self._silence else self.node.exitcode(LAST_WORDS_S)
+            code = None if self._given_up else self.node.exitcode(LAST_WORDS_S)
             where = f"It ran on {self.node.where}." if self.node.where else ""
-            self._tell(Ended(code, self._silence or f"{never_came or ''} {where}".strip()))
+            self._tell(Ended(code, self._given_up or f"{never_came or ''} {where}".strip()))
         self.is_over.set()
         self._outbox.put(None)
 

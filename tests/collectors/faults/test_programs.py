@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -285,3 +286,51 @@ def test_a_program_whose_output_nobody_reads() -> None:
         program.kill()
         program.wait()
         os.close(reads)
+
+
+STOPPED = """
+import warnings
+from kinds import AS_READY_PAIR
+from node_kinds import GROUPS
+warnings.simplefilter("always")
+told, over = [], []
+warnings.showwarning = lambda message, *_: told.append(str(message))
+limits = {"stall_warning_s": 2.5, "stall_timeout_s": 3.0, "frames_per_batch": 4}
+slow = [lambda: DeedEnv(lambda: None, pace_s=0.4)] * 2
+collectors = [build(kind, slow, **limits) for kind in (*FALLIBLE, AS_READY_PAIR)]
+if LONG:
+    collectors.append(build(GROUPS["sync"], slow, node_timeout_s=3.0, **limits))
+
+def go_on(collector):
+    try:
+        while not over:
+            advance(collector)
+    except Exception as error:
+        told.append(repr(error))
+
+threads = [threading.Thread(target=go_on, args=(collector,), daemon=True) for collector in collectors]
+for thread in threads:
+    thread.start()
+until(lambda: all(collector.stats()["frames"] for collector in collectors))
+print("ready")
+before = time.monotonic()
+while (now := time.monotonic()) < before + 2:
+    before = now
+    time.sleep(0.01)
+frames = [collector.stats()["frames"] for collector in collectors]
+until(lambda: told or all(c.stats()["frames"] > n + 4 for c, n in zip(collectors, frames)))
+over.append(True)
+print("told:", *told)
+"""
+
+
+def test_a_program_that_was_stopped_blames_nobody() -> None:
+    """As by Ctrl-Z, or when the lid of a laptop is closed: workers, envs and nodes stop together with their trainer."""
+    with Program(STOPPED) as program:
+        assert program.says() == "ready"
+        everybody = [program.popen.pid, *descendants(program.popen.pid)]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in everybody:
+                os.kill(pid, number)
+            time.sleep(4.0 * (number == signal.SIGSTOP))
+        assert program.says() == "told:"

@@ -1,0 +1,162 @@
+"""Supervision: what is done about workers that fail or do not move, and for how long they may not.
+
+NOTE [Time that counts]: a program that is stopped (Ctrl-Z, a debugger, a laptop whose lid is closed) stops together
+with its workers. When it goes on, it has not seen them move for long, but they are not to blame. Who waits asks to be
+woken after a second at most; if it is woken much later, it did not run, and neither may they have: that time counts for
+nobody. A thread that did not wait may have been busy elsewhere just as well. So what it finds to have stood still is
+excused once, and again only when it has moved: at the second time it has stood still for as long by itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+LATE_S = 2.0
+"""Who looks so much later than he wanted to was not running."""
+PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+"""How long a worker waits to be replaced that has failed before it moved: twice as long each time."""
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """What happens when a worker fails, and when it is said to have stalled.
+
+    Attributes:
+        on_failure: "raise" the error, "restart" the worker, or "drop" it and go on with the others.
+        max_restarts: how often each worker is restarted; then the error is raised.
+        stall_warning_s: after how many seconds without a heartbeat a worker is named in a warning.
+        stall_timeout_s: after how many it is killed, which `on_failure` then deals with; None waits on.
+        start_timeout_s: how long a worker may take to start.
+    """
+
+    on_failure: str = "raise"
+    max_restarts: int = 3
+    stall_warning_s: float = 15.0
+    stall_timeout_s: float | None = None
+    start_timeout_s: float = 300.0
+
+
+class WorkerClocks:
+    """Since when each worker of a pool has not moved, or is being made."""
+
+    def __init__(self) -> None:
+        self._pulse: dict[int, tuple[int, float]] = {}
+        self._first: dict[int, int] = {}
+        """The pulse of each worker when it was first seen."""
+        self._started_at: dict[int, float] = {}
+        self._excused: set[int] = set()
+        self._now = time.monotonic()
+        self._late_s = 0.0
+
+    def start(self, index: int) -> None:
+        """A new worker has nothing to do with the one whose place it takes."""
+        self._started_at[index] = time.monotonic()
+        self._first.pop(index, None)
+        self.expect(index)
+
+    def expect(self, index: int) -> None:
+        """From now on it is expected to move."""
+        self._pulse.pop(index, None)
+        self._excused.discard(index)
+
+    def wait(self, wait: Callable[[float], bool], timeout_s: float) -> bool:
+        """What `wait` says. Time for which it slept longer than it should have counts for nobody."""
+        begun = time.monotonic()
+        has_come = wait(timeout_s)
+        late_s = time.monotonic() - begun - timeout_s
+        if late_s > LATE_S:
+            self._now += late_s
+            self._pulse = {index: (beats, since + late_s) for index, (beats, since) in self._pulse.items()}
+            self._started_at = {index: since + late_s for index, since in self._started_at.items()}
+        return has_come
+
+    def look(self) -> None:
+        """What is asked next is asked now."""
+        before, self._now = self._now, time.monotonic()
+        self._late_s = self._now - before if self._now - before > LATE_S else 0.0
+
+    def still_s(self, index: int, beats: int, is_busy: bool) -> float:
+        """For how long a worker whose pulse is `beats` has not moved; 0 if it has since the last look, or need not."""
+        self._first.setdefault(index, beats)
+        last, since = self._pulse.get(index, (-1, self._now))
+        if not is_busy or beats != last:
+            self.expect(index)
+            since = self._now
+        elif self._late_s and index not in self._excused:
+            self._excused.add(index)
+            since += self._late_s
+            self._started_at[index] += self._late_s
+        self._pulse[index] = (beats, since)
+        return self._now - since
+
+    def starting_s(self, index: int) -> float:
+        """How long ago it was started."""
+        return self._now - self._started_at[index]
+
+    def has_moved(self, index: int, beats: int) -> bool:
+        """Whether it has ever moved."""
+        return beats != self._first.get(index, beats)
+
+
+class Replacements:
+    """Workers that have failed and are to be replaced: at once or, if they had got nowhere, after a pause.
+
+    Until then it is as if they had died just now: nobody waits, others go on, and what is sent to them is sent again.
+    """
+
+    def __init__(self) -> None:
+        self._planned: dict[int, tuple[float, BaseException]] = {}
+        self._in_vain: dict[int, int] = {}
+        """How many in a row have failed before they moved."""
+
+    def plan(self, index: int, error: BaseException, has_moved: bool) -> None:
+        """Replace a worker because of `error`."""
+        in_vain = self._in_vain[index] = 0 if has_moved else self._in_vain.get(index, 0) + 1
+        pause_s = min(PAUSE_S * 2 ** (in_vain - 1), LONGEST_PAUSE_S) if in_vain else 0.0
+        self._planned[index] = (time.monotonic() + pause_s, error)
+
+    def due(self) -> Iterator[tuple[int, BaseException]]:
+        """Those whose time has come, and why they are replaced: each is forgotten when its turn comes."""
+        for index, planned in list(self._planned.items()):
+            if planned[0] <= time.monotonic() and self._planned.get(index) is planned:
+                self.forget(index)
+                yield index, planned[1]
+
+    def forget(self, index: int) -> None:
+        """It is not replaced."""
+        self._planned.pop(index, None)
+
+    def patience_s(self, timeout_s: float) -> float:
+        """How long to wait at most until one is due."""
+        now = time.monotonic()
+        return max(0.0, min([timeout_s, *(when - now for when, _ in list(self._planned.values()))]))
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._planned
+
+    def __len__(self) -> int:
+        return len(self._planned)
+
+
+class Patience:
+    """For how long something has not come, for whoever waits for it and asks often. From any thread."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self.renew()
+
+    def renew(self) -> None:
+        """It has come."""
+        with self._turn:
+            self._asked_at, self._waited_s = time.monotonic(), 0.0
+
+    def waited_s(self) -> float:
+        """For how long it has not come."""
+        with self._turn:
+            now = time.monotonic()
+            self._waited_s += min(now - self._asked_at, LATE_S)
+            self._asked_at = now
+            return self._waited_s
