@@ -8,16 +8,17 @@ import pickle
 import select
 import socket
 import struct
-import threading
 import time
 import weakref
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 
 from swath.errors import ChannelClosedError
 from swath.runtime import descriptors
+from swath.runtime.interrupts import Section
 from swath.runtime.pickling import unpicklable
 
 HEADER = struct.Struct("<QI")
@@ -29,20 +30,38 @@ SEND_S = 30.0
 """How long the other side may leave its end full: it is stopped, or stuck."""
 
 
+@dataclass(eq=False)
+class _Outgoing:
+    """A message on its way."""
+
+    rest: memoryview
+    """What has not been sent of it."""
+    fds: list[int]
+    owns_fds: bool = False
+    is_begun: bool = False
+
+    def close_fds(self) -> None:
+        """They are sent with the first byte, or not at all."""
+        for fd in self.fds if self.owns_fds else ():
+            os.close(fd)
+        self.fds = []
+
+
 class Channel:
     """One end of a connection: over a socket that has no name, or one to another machine.
 
-    Sending waits only while the other side's end is full, and not for ever. Receiving never waits in the middle of a
-    message: what has come is kept until the rest is there, so that a process that is killed or stopped while it sends
-    does no harm.
+    Any thread may send. That waits only while the other side's end is full, and not for ever; `post` never waits.
+    Receiving never waits in the middle of a message: what has come is kept until the rest is there, so that a process
+    that is killed or stopped while it sends does no harm.
     """
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         self._socket = end
-        self._unsent = b""
-        self._sending = threading.Lock()
-        """One thread at a time: parts of two messages must not be mixed."""
+        self._outgoing: deque[_Outgoing] = deque()
+        """What the other side's end had no room for yet."""
+        self._section = Section()
+        """Parts of two messages must not be mixed, and what was read must be kept."""
         self._bytes = bytearray()
         self._fds: deque[int] = deque()
         self._incoming = select.poll()
@@ -75,35 +94,60 @@ class Channel:
         Raises TimeoutError if the other side does not take all of it: what is left then goes before the next message.
         """
         deadline = time.monotonic() + timeout_s
-        if self._sending.acquire(timeout=timeout_s):
-            try:
-                if self._unsent:
-                    self._unsent = self._rest_of(self._unsent, [], deadline)
-                if not self._unsent:
-                    data, fds = packed
-                    message = HEADER.pack(len(data), len(fds)) + data
-                    rest = self._rest_of(message, fds, deadline)
-                    if not rest:
-                        return
-                    self._unsent = rest if len(rest) < len(message) else b""
-            finally:
-                self._sending.release()
-        raise TimeoutError("The other side of the channel takes no messages: it is stopped, or stuck.")
+        message = self.post_packed(packed)
+        while message.rest and self._has_room(deadline):
+            self.flush()
+        if message.rest:
+            with self._section:
+                if not message.is_begun:
+                    self._drop(message)
+            raise TimeoutError("The other side of the channel takes no messages: it is stopped, or stuck.")
 
-    def _rest_of(self, data: bytes, fds: list[int], deadline: float) -> bytes:
-        """Send `data`, and return what could not be sent in time."""
-        view = memoryview(data)
-        while view:
-            try:
-                sent = socket.send_fds(self._socket, [view], fds) if fds else self._socket.send(view)
-            except BlockingIOError:
-                if not self._has_room(deadline):
-                    break
-                continue
-            except OSError as error:
-                raise ChannelClosedError("The other side of the channel has ended.") from error
-            view, fds = view[sent:], []
-        return bytes(view)
+    def post(self, message: Any, *, by_value: bool = False) -> bool:
+        """Send `message` as far as there is room, without waiting; whether that was all. `flush` sends the rest."""
+        return not self.post_packed(pack(message, by_value=by_value)).rest
+
+    def post_packed(self, packed: tuple[bytes, list[int]]) -> _Outgoing:
+        """The same for what `pack` has made of a message."""
+        data, fds = packed
+        message = _Outgoing(memoryview(HEADER.pack(len(data), len(fds)) + data), fds)
+        with self._section:
+            self._outgoing.append(message)
+            if not self.flush() and message.fds:  # whose owner may close them before there is room
+                message.fds, message.owns_fds = [os.dup(fd) for fd in fds], True
+        return message
+
+    def flush(self) -> bool:
+        """Send what waits, as far as there is room; whether nothing waits any more."""
+        with self._section:
+            while self._outgoing:
+                first = self._outgoing[0]
+                try:
+                    if first.fds:
+                        sent = socket.send_fds(self._socket, [first.rest], first.fds)
+                    else:
+                        sent = self._socket.send(first.rest)
+                except BlockingIOError:
+                    return False
+                except OSError as error:
+                    while self._outgoing:
+                        self._drop(self._outgoing[0])
+                    raise ChannelClosedError("The other side of the channel has ended.") from error
+                first.close_fds()
+                first.rest, first.is_begun = first.rest[sent:], True
+                if not first.rest:
+                    self._outgoing.popleft()
+            return True
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._outgoing)
+
+    def _drop(self, message: _Outgoing) -> None:
+        message.close_fds()
+        with contextlib.suppress(ValueError):
+            self._outgoing.remove(message)
 
     def _has_room(self, deadline: float) -> bool:
         poll = select.poll()
@@ -112,8 +156,9 @@ class Channel:
 
     def receive_all(self) -> list[Any]:
         """All messages that have come; raises ChannelClosedError when there are none and none will come."""
-        is_open = self._pump()
-        messages = self._whole_ones()
+        with self._section:
+            is_open = self._pump()
+            messages = self._whole_ones()
         if not messages and not is_open:
             raise ChannelClosedError("The other side of the channel has ended.")
         return messages
@@ -202,9 +247,12 @@ class Channel:
 
     def close(self) -> None:
         """Close this end."""
-        self._socket.close()
-        while self._fds:
-            os.close(self._fds.popleft())
+        with self._section:
+            self._socket.close()
+            while self._outgoing:
+                self._drop(self._outgoing[0])
+            while self._fds:
+                os.close(self._fds.popleft())
 
 
 def pack(message: Any, *, by_value: bool = False) -> tuple[bytes, list[int]]:
@@ -229,6 +277,7 @@ _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 def close_all_in_child() -> None:
     """A forked child has copies of our ends: as long as it lives, the other sides would not notice our death."""
     for channel in list(_channels):
+        channel._section = Section()  # a thread that is not here may be in the former
         channel.close()
 
 

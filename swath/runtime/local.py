@@ -15,7 +15,7 @@ import torch
 
 from swath.keys import Key
 from swath.runtime.board import Board
-from swath.runtime.carrier import Finished, Message, News, Order, Place, Question, Subscribe, Task, Topic
+from swath.runtime.carrier import Finished, Message, News, Order, Place, Subscribe, Task, Topic
 from swath.runtime.columns import Columns, Leaf
 from swath.runtime.session import Session
 from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore
@@ -45,9 +45,7 @@ class LocalLink:
         return bool(self.to_worker)
 
     def receive(self, *, wait: bool) -> list[Message]:
-        messages = list(self.to_worker)
-        self.to_worker.clear()
-        return messages
+        return [self.to_worker.popleft() for _ in range(len(self.to_worker))]
 
     def memory(self, place: Place) -> Columns:
         """The worker's rows of the memory; the memory itself, if they are all of it."""
@@ -90,16 +88,17 @@ class LocalCarrier:
             self.stop(index)
 
     def send(self, index: int, message: Message) -> None:
-        """Leave a message for a worker. A question is answered at once, as nothing else can be under way."""
+        """Leave a message for a worker, until somebody waits for it."""
         if index in self._sessions:
             self._links[index].to_worker.append(message)
-            if isinstance(message, Question):
-                self._sessions[index].answer_questions()
 
     def wait(self, timeout_s: float) -> bool:
-        """Let each worker do the first thing that it was sent."""
+        """Let each worker do the first thing that it was sent; without time, only answer questions."""
         for session in list(self._sessions.values()):
-            session.step(wait=False)
+            if timeout_s > 0:
+                session.step(wait=False)
+            else:
+                session.answer_questions()
         return True
 
     def receive(self) -> list[tuple[int, News]]:

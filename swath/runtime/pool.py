@@ -15,9 +15,8 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
-
-import cloudpickle
 
 from swath.errors import ClosedError, StallWarning, WorkerDiedError, WorkerRestartedWarning, annotate
 from swath.runtime.carrier import (
@@ -28,16 +27,15 @@ from swath.runtime.carrier import (
     Finished,
     News,
     Order,
-    Packed,
     Place,
     Question,
     Started,
     Task,
     Warned,
 )
-from swath.runtime.faults import Failure
-from swath.runtime.interrupts import undisturbed
+from swath.runtime.interrupts import Section, undisturbed
 from swath.runtime.supervision import Replacements, Supervision, WorkerClocks
+from swath.runtime.turns import Turns
 
 LOOK_S = 1.0
 """How often a thread that waits looks for workers that have stalled."""
@@ -55,7 +53,9 @@ class Work:
     is_over: bool = False
     """Whether nothing more is to be waited for."""
     is_lost: bool = False
-    """Whether its worker was dropped before it was done."""
+    """Whether its worker was dropped before it was done, or it was given up."""
+    is_given_up: bool = False
+    """Whether that was on purpose, as for a new seed."""
 
 
 class Owner(Protocol):
@@ -118,6 +118,8 @@ class Pool(Generic[W]):
         self._restarted: dict[int, int] = {}
         self.replacements = Replacements()
         self._dropped: set[int] = set()
+        self._restarting: dict[int, int] = {}
+        """Workers that are just being replaced, and by which thread."""
         self._joining: dict[int, BaseException | None] = {}
         """Workers that were added later and are not ready yet, and what has kept them from it."""
         self._outstanding: dict[int, deque[W]] = {index: deque() for index in range(workers)}
@@ -129,9 +131,9 @@ class Pool(Generic[W]):
         self._killed: dict[int, str] = {}
         """Why a worker was killed by us."""
         self._inbox: deque[tuple[int, News]] = deque()
-        self._turn = threading.Condition()
-        self._attendant: int | None = None
-        """The thread that attends."""
+        self.section = Section()
+        """All that changes what is known of work and questions is done in here; see NOTE [Moments]."""
+        self._turns = Turns()
 
     # -- starting and stopping ---------------------------------------------------------------------------------
 
@@ -182,13 +184,17 @@ class Pool(Generic[W]):
         self.started.pop(index, None)
         self.replacements.forget(index)
         self.carrier.stop(index)
-        self._dropped.add(index)
-        for number, (asked, _) in list(self._asked.items()):
-            if asked == index:
-                self._asked.pop(number, None)
-        lost, self._outstanding[index] = self._outstanding[index], deque()
-        for work in lost:
-            work.is_over = work.is_lost = True
+        with self.section:
+            self._dropped.add(index)
+            for number, (asked, _) in list(self._asked.items()):
+                if asked == index:
+                    self._asked.pop(number, None)
+            self._forget_work(index)
+
+    def _forget_work(self, index: int, on_purpose: bool = False) -> None:
+        for work in self._outstanding[index]:
+            work.is_over, work.is_lost, work.is_given_up = True, True, on_purpose
+        self._outstanding[index] = deque()  # another thread may be looking at the former
 
     def _start(self, index: int, replaces: bool) -> None:
         self.started.pop(index, None)
@@ -208,10 +214,18 @@ class Pool(Generic[W]):
 
     def issue(self, work: W) -> None:
         """Let a worker do `work`."""
-        work.ticket = self.last_ticket[work.index] = next(self._numbers)
-        self._outstanding[work.index].append(work)
-        self._clocks.expect(work.index)
-        self.carrier.send(work.index, Order(work.ticket, work.request, work.place))
+        with self.section:
+            if work.index in self._dropped:  # just now, by another thread
+                work.is_over = work.is_lost = True
+                return
+            work.ticket = self.last_ticket[work.index] = next(self._numbers)
+            self._outstanding[work.index].append(work)
+            self._clocks.expect(work.index)
+            self._send(work.index, Order(work.ticket, work.request, work.place))
+
+    def _send(self, index: int, message: Order | Question) -> None:
+        if self._restarting.get(index, me := threading.get_ident()) == me:  # else who restarts it sends all there is
+            self.carrier.send(index, message)
 
     def outstanding(self, index: int) -> int:
         """How many pieces of work the worker has not finished."""
@@ -237,67 +251,60 @@ class Pool(Generic[W]):
         try:
             for index, request in requests.items():
                 question = Question(next(self._numbers), request, discards_work)
-                if discards_work:
-                    self._outstanding[index] = deque()  # another thread may be looking at the former
-                asked[question.number] = index
-                self._asked[question.number] = (index, question)
-                if index in self._dropped:
-                    self._asked.pop(question.number, None)
-                    continue
-                self._clocks.expect(index)
-                self.carrier.send(index, question)
+                with self.section:
+                    if index in self._dropped:
+                        continue
+                    if discards_work:
+                        self._forget_work(index, on_purpose=True)
+                    asked[question.number] = index
+                    self._asked[question.number] = (index, question)
+                    self._clocks.expect(index)
+                    self._send(index, question)
             while late := [index for number, index in asked.items() if number in self._asked]:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"Workers {late} of {self.name} have not answered in time: {what}.")
-                self.attend(LOOK_S)
+                self.attend(LOOK_S, works=False)
             # A worker that was dropped has not answered.
             answers = {index: self._answers[number] for number, index in asked.items() if number in self._answers}
         finally:  # also if it was interrupted: nobody will ask for these answers again
             for number in asked:
                 self._asked.pop(number, None)
                 self._answers.pop(number, None)
-        return {index: _value(answer, f"Raised in worker {index} by {what}.") for index, answer in answers.items()}
+        return {index: answer.get(f"Raised in worker {index} by {what}.") for index, answer in answers.items()}
 
     # -- attending ---------------------------------------------------------------------------------------------
 
-    def attend(self, timeout_s: float) -> None:
-        """Wait for something to come from workers, and see to it; raises what cannot be mended."""
+    def attend(self, timeout_s: float, *, works: bool = True) -> None:
+        """Wait for news of workers, and see to them; raises what cannot be mended. Only if it `works` do local ones."""
         if self.failure is not None:
             raise self.failure
-        me, is_first = threading.get_ident(), False
-        try:
-            with self._turn:
-                if self._attendant is None:
-                    self._attendant, is_first = me, True
-                elif self._attendant != me:
-                    self._turn.wait(timeout_s)  # another thread sees to it
-                    return
-            if self.is_closed:
-                raise ClosedError(f"{self.name} was shut down while it was waited for.")
-            # In a local worker that is at work just now, waiting would mean to begin its next work within it.
-            is_within = self.carrier.is_local and not is_first
-            if (
-                self._inbox
-                or is_within
-                or self._clocks.wait(self.carrier.wait, self.replacements.patience_s(timeout_s))
-            ):
-                self._take_in()
-            self._replace_failed()
-            self._look_for_stalls()
-        finally:
-            if is_first:
-                with self._turn:
-                    self._attendant = None
-                    self._turn.notify_all()
+        self._turns.take(partial(self._attend, timeout_s, works), timeout_s)
+
+    def _attend(self, timeout_s: float, works: bool, is_first: bool) -> None:
+        if self.is_closed:
+            raise ClosedError(f"{self.name} was shut down while it was waited for.")
+        # In a local worker that is at work just now, waiting would mean to begin its next work within it.
+        is_quick = self.carrier.is_local and not (is_first and works)
+        patience_s = 0.0 if is_quick else self.replacements.patience_s(timeout_s)
+        if self._inbox or self._clocks.wait(self.carrier.wait, patience_s):
+            self._take_in()
+        self._replace_failed()
+        self._look_for_stalls()
 
     def _take_in(self) -> None:
         """See to all news. If that raises, as warnings may, what is left waits for the next call."""
-        with undisturbed:
+        with self.section:
             self._inbox.extend(self.carrier.receive())
         while self._inbox:
-            index, news = self._inbox.popleft()
-            if index not in self.carrier.workers:
-                continue
+            with self.section:
+                while self._inbox and isinstance(self._inbox[0][1], Started | Finished | Answer):
+                    self._see_to(*self._inbox.popleft())
+            with undisturbed:  # but others may go on: this may take longer
+                if self._inbox:
+                    self._see_to(*self._inbox.popleft())
+
+    def _see_to(self, index: int, news: News) -> None:
+        if index in self.carrier.workers:
             match news:
                 case Finished():
                     self._finish(index, news)
@@ -409,7 +416,14 @@ class Pool(Generic[W]):
 
     def _replace_failed(self) -> None:
         for index, error in self.replacements.due():
-            self._restart(index, error)
+            with undisturbed:
+                self._restarting[index] = threading.get_ident()
+                try:
+                    self._restart(index, error)
+                except BaseException:
+                    if self._restarting.pop(index, None) is not None:  # it was interrupted in the middle
+                        self.replacements.plan(index, error, has_moved=True)
+                    raise
 
     def _restart(self, index: int, error: BaseException) -> None:
         self._owner.lost(index)
@@ -417,27 +431,19 @@ class Pool(Generic[W]):
         self.restarts += 1
         self._start(index, replaces=True)
         self._owner.restarted(index)
-        for number, (asked, question) in list(self._asked.items()):
-            if asked == index and number in self._asked:
-                self.carrier.send(index, question)
-        for work in self._outstanding[index]:
-            self.carrier.send(index, Order(work.ticket, work.request, work.place))
-        which = f"Worker {index} of {self.name} is restarted ({self._restarted[index]} of "
-        summary = f"{self.supervision.max_restarts}): {type(error).__name__}: {error}"
-        warnings.warn(which + summary, WorkerRestartedWarning, stacklevel=5)
+        with self.section:
+            del self._restarting[index]
+            for asked, question in list(self._asked.values()):
+                if asked == index:
+                    self.carrier.send(index, question)
+            for work in self._outstanding[index]:
+                self.carrier.send(index, Order(work.ticket, work.request, work.place))
+        count = f"{self._restarted[index]} of {self.supervision.max_restarts}"
+        summary = f"Worker {index} of {self.name} is restarted ({count}): {type(error).__name__}: {error}"
+        warnings.warn(summary, WorkerRestartedWarning, stacklevel=5)
 
     def _drop(self, index: int, error: BaseException) -> None:
         self._owner.lost(index)
         self.remove(index)
-        warnings.warn(
-            f"Worker {index} of {self.name} is dropped, {len(self.indices)} are left: {type(error).__name__}: {error}",
-            WorkerRestartedWarning,
-            stacklevel=5,
-        )
-
-
-def _value(answer: Answer, place: str) -> object:
-    """What was answered; raises what was raised, at that place."""
-    if answer.failure is not None:
-        raise answer.failure.error(place) if isinstance(answer.failure, Failure) else answer.failure
-    return cloudpickle.loads(answer.value.data) if isinstance(answer.value, Packed) else answer.value
+        left = f"{len(self.indices)} are left: {type(error).__name__}: {error}"
+        warnings.warn(f"Worker {index} of {self.name} is dropped, {left}", WorkerRestartedWarning, stacklevel=5)

@@ -29,6 +29,7 @@ from swath.errors import ChannelClosedError
 from swath.runtime import server as server_module
 from swath.runtime.channel import Channel, pack
 from swath.runtime.child import Surroundings, Target, die_with_parent, run
+from swath.runtime.interrupts import Section
 from swath.runtime.liveness import state_of
 
 METHODS = ("forkserver", "spawn", "fork")
@@ -51,7 +52,7 @@ class Process:
         self._has_ended = False
         self._is_own_child = is_own_child
         self._owner = os.getpid()
-        self._asking = threading.Lock()
+        self._asking = Section()
         _processes.add(self)
 
     @property

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,10 +23,11 @@ from swath.runtime.board import Board
 from swath.runtime.carrier import Ended, Finished, Message, News, Order, Place, Stop, Subscribe, Task, Topic
 from swath.runtime.channel import Channel
 from swath.runtime.columns import Columns, Leaf
-from swath.runtime.interrupts import undisturbed
+from swath.runtime.interrupts import Section
 from swath.runtime.process import Process, end_all, start
 from swath.runtime.session import Session
 from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore
+from swath.runtime.watch import Watch
 
 LAST_WORDS_S = 1.0
 """How long a worker whose channel has ended may take to have ended itself."""
@@ -65,7 +65,8 @@ class ProcessCarrier:
         self.interrupt, self.resume, self.heartbeat = board.interrupt, board.resume, board.heartbeat
         self.report, self.unreported_steps = board.report, board.unreported_steps
         self._method, self._threads, self._warns = method, threads, warns
-        self._poll = select.poll()
+        self._watch = Watch()
+        self._section = Section()
         self._by_fd: dict[int, int] = {}
         self._numbers: weakref.WeakKeyDictionary[Columns, int] = weakref.WeakKeyDictionary()
         """Of all memory that was leased and is still used."""
@@ -87,56 +88,61 @@ class ProcessCarrier:
         self._board.clear(index)
         self._known[index] = set()
         process = start(WorkerProcess(index, task, self._board), self._method, self._threads, self._warns)
-        self._processes = dict(sorted({**self._processes, index: process}.items()))
-        for fd in (process.channel.fileno(), process.sentinel):
-            self._poll.register(fd, select.POLLIN)
-            self._by_fd[fd] = index
+        with self._section:
+            self._processes = dict(sorted({**self._processes, index: process}.items()))
+            for fd in (process.channel.fileno(), process.sentinel):
+                self._watch.add(fd)
+                self._by_fd[fd] = index
 
     def stop(self, index: int, timeout_s: float = 0.0) -> None:
-        process = self._processes.get(index)
-        if process is not None:
+        with self._section:
+            process = self._processes.get(index)
             self._processes = {key: other for key, other in self._processes.items() if key != index}
             self._release(index)
+        if process is not None:
             end_all([process], Stop(), timeout_s)
 
     def _release(self, index: int) -> None:
         """Wait no longer for a worker that has ended."""
-        for fd in [fd for fd, owner in self._by_fd.items() if owner == index]:
-            self._poll.unregister(fd)
-            del self._by_fd[fd]
+        with self._section:
+            for fd in [fd for fd, owner in self._by_fd.items() if owner == index]:
+                self._watch.remove(fd)
+                del self._by_fd[fd]
 
     def shutdown(self, timeout_s: float | None = None) -> None:
         """Stop all workers; see NOTE [Shutdown]. May be called again."""
         if os.getpid() != self._owner:
             return
-        processes, self._processes = self._processes, {}
-        for index in processes:
-            self._release(index)
+        with self._section:
+            processes, self._processes = self._processes, {}
+            for index in processes:
+                self._release(index)
         end_all(list(processes.values()), Stop(), SHUTDOWN_S if timeout_s is None else timeout_s)
         self._board.release()
 
     def send(self, index: int, message: Message) -> None:
-        process = self._processes.get(index)
-        if process is None:
-            return
-        if isinstance(message, Order) and message.place is not None:
-            message = replace(message, place=self._mention(index, message.place))
-        # An interrupt must not leave half a message on its way.
-        with contextlib.suppress(ChannelClosedError), undisturbed:
-            process.channel.send(message, by_value=not isinstance(message, Order | Subscribe))
+        with self._section:
+            process = self._processes.get(index)
+            if process is None:
+                return
+            if isinstance(message, Order) and message.place is not None:
+                message = replace(message, place=self._mention(index, message.place))
+            with contextlib.suppress(ChannelClosedError):
+                if not process.channel.post(message, by_value=not isinstance(message, Order | Subscribe)):
+                    self._watch.add(process.channel.fileno(), for_room=True)  # whoever waits sends the rest
 
     def watch(self, fd: int) -> None:
         """Let `wait` return when `fd` is readable, too."""
-        self._poll.register(fd, select.POLLIN)
+        self._watch.add(fd)
 
     def wait(self, timeout_s: float) -> bool:
-        return bool(self._poll.poll(max(0.0, timeout_s) * 1000))
+        return bool(self._watch.wait(timeout_s))
 
     def receive(self) -> list[tuple[int, News]]:
         """What has come, in order: messages, and `Ended` after the last one of a worker that has ended."""
-        ready = self._poll.poll(0)
-        indices = dict.fromkeys(self._by_fd[fd] for fd, _ in ready if fd in self._by_fd)
-        return [(index, news) for index in indices for news in self._heard(index)]
+        with self._section:
+            indices = dict.fromkeys(self._by_fd[fd] for fd in self._watch.wait(0.0) if fd in self._by_fd)
+            return [(index, news) for index in indices for news in self._heard(index)]
 
     def _heard(self, index: int) -> Iterator[News]:
         process = self._processes.get(index)
@@ -144,6 +150,8 @@ class ProcessCarrier:
             return
         has_ended = process.wait(0.0)
         try:
+            if process.channel.has_unsent:
+                self._send_rest(process)
             yield from process.channel.receive_rest() if has_ended else process.channel.receive_all()
         except ChannelClosedError:
             if not process.wait(LAST_WORDS_S):  # it has closed its channel, and lives on: nothing is to be had of it
@@ -153,6 +161,11 @@ class ProcessCarrier:
         if has_ended:
             self._release(index)
             yield Ended(process.exitcode)
+
+    def _send_rest(self, process: Process) -> None:
+        with contextlib.suppress(ChannelClosedError):  # what it has said before comes first
+            if process.channel.flush():
+                self._watch.add(process.channel.fileno())
 
     # -- the processes ---------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from swath.errors import ChannelClosedError
 from swath.runtime.carrier import Answer, Failed, Link, Message, Order, Packed, Question, Started, Stop, Subscribe, Task
 from swath.runtime.channel import pack
 from swath.runtime.faults import Failure
+from swath.runtime.interrupts import undisturbed
 
 
 class Session:
@@ -82,11 +83,14 @@ class Session:
         return bool(self._control)
 
     def _take_in(self, wait: bool) -> None:
-        for message in self._link.receive(wait=wait):
-            if isinstance(message, Order):
-                self._orders.append(message)
-            else:
-                self._control.append(message)
+        with undisturbed if self._link.is_local else contextlib.nullcontext():
+            for message in self._link.receive(wait=wait):
+                if isinstance(message, Order):
+                    self._orders.append(message)
+                else:
+                    if isinstance(message, Question) and message.discards_work:
+                        self._orders.clear()  # those that were sent before it: one that comes later is meant
+                    self._control.append(message)
 
     def _work(self, order: Order) -> None:
         try:
@@ -96,8 +100,6 @@ class Session:
         self._link.finish(order, receipt)
 
     def _answer(self, question: Question) -> None:
-        if question.discards_work:
-            self._orders.clear()
         is_local = self._link.is_local
         try:
             value = self.job.answer(question.request)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import queue
-import select
 import threading
 import time
 from collections import deque
@@ -21,6 +20,7 @@ from swath.runtime.local import LocalCarrier, LocalLink
 from swath.runtime.processes import SHUTDOWN_S
 from swath.runtime.rounds import Event
 from swath.runtime.session import Session
+from swath.runtime.watch import Watch
 
 KILLED = -9
 
@@ -85,13 +85,12 @@ class ThreadCarrier(LocalCarrier):
         super().__init__(workers, fields)
         self._threads: dict[int, ThreadLink] = {}
         self._came = Event()
-        self._poll = select.poll()
-        self._poll.register(self._came.fd, select.POLLIN)
+        self._watch = Watch(self._came.fd)
         self._owner = os.getpid()
 
     def watch(self, fd: int) -> None:
         """Let `wait` return when `fd` is readable, too."""
-        self._poll.register(fd, select.POLLIN)
+        self._watch.add(fd)
 
     def start(self, index: int, task: Task) -> None:
         """Start a thread."""
@@ -138,7 +137,7 @@ class ThreadCarrier(LocalCarrier):
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for news."""
-        return bool(self._poll.poll(max(0.0, timeout_s) * 1000))
+        return bool(self._watch.wait(timeout_s))
 
     def receive(self) -> list[tuple[int, News]]:
         """What has come."""

@@ -1,0 +1,55 @@
+"""Turns: what one of several threads does for all of them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from swath.runtime.interrupts import Section
+
+
+class Turns:
+    """One thread is at it, the others wait until it has done so once."""
+
+    def __init__(self) -> None:
+        self._section = Section()
+        self._attendant = 0
+        """The thread that is at it."""
+        self._waiting: deque[threading.Lock] = deque()
+        """What wakes the others."""
+
+    def take(self, do: Callable[[bool], None], timeout_s: float) -> None:
+        """Call `do`, or wait until another thread has done it, but no longer than `timeout_s`.
+
+        It is told whether it is the first: not so in what is called while this thread is at it, as by a signal handler.
+        """
+        me, is_first, other = threading.get_ident(), False, None
+        try:
+            with self._section:
+                if not self._attendant or not self._is_attended():
+                    is_first, self._attendant = True, me
+                elif self._attendant != me:
+                    other = threading.Lock()
+                    other.acquire()
+                    self._waiting.append(other)
+            if other is None:
+                do(is_first)
+            else:
+                other.acquire(timeout=max(0.0, timeout_s))
+        finally:
+            if is_first:
+                with self._section:
+                    self._attendant = 0
+                    while self._waiting:
+                        self._waiting.popleft().release()
+
+    def _is_attended(self) -> bool:
+        """Whether the attendant is at it: an interrupt may have torn it away before it could say that it leaves."""
+        frame = sys._current_frames().get(self._attendant)
+        while frame is not None:
+            if frame.f_code is Turns.take.__code__ and frame.f_locals["self"] is self and frame.f_locals["is_first"]:
+                return True
+            frame = frame.f_back
+        return False
