@@ -23,7 +23,9 @@ SAME_NAMES = {
 THIRD_PARTY = {
     "os": "_exit",
     "subprocess": "_args_from_interpreter_flags",
+    "sys": "_current_frames",
     "tensordict": "_generator _generator_key _kwargs _new_unsafe",
+    "threading.RLock": "_is_owned",
     "torch.distributed": "_Options _devices _timeout",
     "torch.distributed.autograd": "_init",
     "torch.distributed.rpc": (

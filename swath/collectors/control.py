@@ -312,8 +312,9 @@ class Control(ABC):
         try:
             self._pool.attend(0.0)
         except BaseException:
-            self._is_reported = True
-            self.shutdown(raise_on_error=False)
+            if self._pool.failure is not None:
+                self._is_reported = True
+                self.shutdown(raise_on_error=False)
             raise
 
     @property

@@ -126,10 +126,9 @@ class Delivery(ABC):
         """Wait for what is under way, and count what was written to the replay buffer of it."""
         while self.pool.under_way:
             self.pool.attend(LOOK_S)
-        if self.terms.writes:
-            for part in self.pool.finished:
-                self._count([part])
-            self.pool.finished.clear()
+        with self.pool.section:
+            while self.terms.writes and self.pool.finished:
+                self._count([self.pool.finished.popleft()])
 
     @property
     def discarded_frames(self) -> int:
@@ -139,8 +138,9 @@ class Delivery(ABC):
 
     def discard(self, others: int = 0) -> None:
         """Give up what was collected and not delivered; and so many frames that another collector has lost."""
-        self._discarded += self.undelivered_frames + others
-        self.pool.finished.clear()
+        with self.pool.section:
+            self._discarded += self.undelivered_frames + others
+            self.pool.finished.clear()
 
     def lost(self, index: int, written: int) -> None:
         """A worker has failed: what it had `written` of an order to the replay buffer counts, and is not done again."""
@@ -163,7 +163,7 @@ class Delivery(ABC):
 
     def _waiting(self, index: int) -> int:
         """Frames of a worker in parts that are finished and will be counted when they are delivered."""
-        return sum(part.frames for part in self.pool.finished if part.index == index)
+        return sum(part.frames for part in list(self.pool.finished) if part.index == index)
 
     def frames_in_orders(self) -> int:
         """Frames that were written to the replay buffer for orders that are not finished."""
@@ -228,14 +228,15 @@ class Barrier(Delivery):
         """The parts of all workers."""
         if self.budget.is_spent:
             return None
-        shares = self._shares()
-        if self.terms.writes:
-            return self._await([Part(i, Fill(n, self.terms.steps[i]), steps=n) for i, n in shares.items()])
-        return self._await(self._lay_out(shares))
+        return self._await(self._fills if self.terms.writes else self._lay_out)
 
     def rollout(self) -> list[Part]:
         """The parts of all workers, in slots."""
-        return self._await(self._lay_out(self._shares()))
+        return self._await(self._lay_out)
+
+    def _fills(self, shares: dict[int, int]) -> list[Part]:
+        """A part for each worker, in the replay buffer."""
+        return [Part(i, Fill(n, self.terms.steps[i]), steps=n) for i, n in shares.items()]
 
     def _shares(self) -> dict[int, int]:
         """How many steps each worker makes for the next batch: what the budget leaves of what was asked for."""
@@ -260,8 +261,17 @@ class Barrier(Delivery):
         arenas = {index: self._arena(index, own) for index in shares}
         return [self._part(i, n, random, arenas[i], arenas[i].acquire(n)) for i, n in shares.items()]
 
-    def _await(self, parts: list[Part]) -> list[Part]:
-        """Have the parts collected, by those workers that are there."""
+    def _await(self, lay_out: Callable[[dict[int, int]], list[Part]]) -> list[Part]:
+        """Have the parts collected, by those workers that are there; again, if another thread has made them void."""
+        while True:
+            parts = lay_out(self._shares())
+            done = self._collected(parts)
+            if not any(part.is_given_up for part in parts):
+                self._count(done)
+                return done
+            self._discarded += sum(part.frames for part in done)
+
+    def _collected(self, parts: list[Part]) -> list[Part]:
         for part in parts:
             self.pool.issue(part)
         enough = None if self._threshold is None else int(len(parts) * self._threshold)
@@ -271,10 +281,8 @@ class Barrier(Delivery):
                     self.pool.carrier.interrupt(part.index, part.ticket)
                 enough = None
             self.pool.attend(LOOK_S)
-        done = [part for part in parts if not part.is_lost]
         self.pool.finished.clear()
-        self._count(done)
-        return done
+        return [part for part in parts if not part.is_lost]
 
 
 class FirstCome(Delivery):
@@ -328,17 +336,23 @@ class FirstCome(Delivery):
         return frames // self.terms.lanes
 
     def _next(self) -> list[Part]:
-        while (part := self._due()) is None:
+        while (part := self._taken()) is None:
             self.pool.attend(LOOK_S)
             if not self.budget.is_spent:
                 self._begin_more(ahead=1)
-        self.pool.finished.remove(part)
         self._count([part])
         self.lag = self.terms.version() - part.collected.version
         self.worst_lag = max(self.worst_lag, self.lag)
         if not self.budget.is_spent:
             self._begin_more(ahead=0)
         return [part]
+
+    def _taken(self) -> Part | None:
+        with self.pool.section:  # another thread may give up all that waits
+            part = self._due()
+            if part is not None:
+                self.pool.finished.remove(part)
+            return part
 
     def _due(self) -> Part | None:
         """The finished part that is delivered next: the first, unless another would then become too old.

@@ -95,19 +95,27 @@ class FreeRunning:
 
     def _may_go_on(self) -> bool:
         """Rest for as long as a caller wants it; whether to go on then."""
-        if self._resters and not self._is_stopping:
-            self._delivery.settle()
-        with self._turn:
-            if self._resters and not self._is_stopping:  # what the caller asks for is not cut short
-                for index in self._delivery.pool.indices:
-                    self._delivery.pool.carrier.resume(index)
-            while self._resters and not self._is_stopping:
-                self._is_resting = True
-                self._turn.notify_all()
-                self._turn.wait(1.0 if self._delivery.pool.carrier.is_local else ATTEND_S)
-                self._attend_at_rest()
-            self._is_resting = False
-            return not self._is_stopping
+        is_settled = False
+        while True:
+            with self._turn:
+                if not self._resters or self._is_stopping:
+                    self._is_resting = False
+                    return not self._is_stopping
+                if is_settled:
+                    self._rest()
+            if not is_settled:  # whoever wants it from now on finds nothing under way
+                self._delivery.settle()
+                is_settled = True
+
+    def _rest(self) -> None:
+        """While the lock is held, which is let go meanwhile."""
+        if not self._is_resting:  # what the caller asks for is not cut short
+            for index in self._delivery.pool.indices:
+                self._delivery.pool.carrier.resume(index)
+        self._is_resting = True
+        self._turn.notify_all()
+        self._turn.wait(1.0 if self._delivery.pool.carrier.is_local else ATTEND_S)
+        self._attend_at_rest()
 
     def _attend_at_rest(self) -> None:
         """Workers elsewhere may die while they rest. The lock is let go meanwhile, so that others can rest or leave."""
@@ -148,14 +156,15 @@ class FreeRunning:
             yield
             return
         caller = threading.get_ident()
-        with self._turn:
-            self._resters.append(caller)
+        before = self._resters.count(caller)
         try:
+            self._resters.append(caller)
             self._await_rest(timeout_s)
             yield
         finally:
             with self._turn:
-                self._resters.remove(caller)
+                while self._resters.count(caller) > before:  # also what an interrupt has left
+                    self._resters.remove(caller)
                 self._turn.notify_all()
 
     def _await_rest(self, timeout_s: float) -> None:

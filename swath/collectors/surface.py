@@ -70,6 +70,8 @@ class BaseCollector(Control, IterableDataset[Any]):
         self._storing: dict[int, torch.device | None] = {}
         self._owner = os.getpid()
         self._closing = threading.RLock()
+        self._consuming, self._taking = threading.RLock(), threading.RLock()
+        """Held while a batch is made: threads that ask for one get theirs in turn."""
         self._is_reported = False
         """Whether a failure has reached the user."""
 
@@ -84,6 +86,7 @@ class BaseCollector(Control, IterableDataset[Any]):
 
         With a replay buffer, None after each batch that was written to it.
         """
+        self._must_not_be_making()
         self._iterating = True
         by_frames = self.config.trajs_per_batch is None or self.config.replay_buffer is not None
         source = self.iterator() if by_frames else self._whole_episodes()
@@ -108,11 +111,14 @@ class BaseCollector(Control, IterableDataset[Any]):
 
     def _parts(self) -> Iterator[list[Part]]:
         """The parts of each batch, until the budget is spent, which shuts down."""
+        if self.closed and not self._delivery.budget.is_spent:
+            self._must_be_open()
         while not self.closed:
             self._must_be_open()
             self._must_not_run()
             self._weights.at_batch("before")
-            parts = self._delivery.next()
+            with self._consuming:
+                parts = self._delivery.next()
             if parts is None:
                 break
             yield parts
@@ -120,6 +126,13 @@ class BaseCollector(Control, IterableDataset[Any]):
             if not self.closed:
                 self._weights.at_batch("after")
         self._end()
+
+    def _must_not_be_making(self) -> None:
+        if self._consuming._is_owned():  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "A batch was asked for while this very thread makes one, as by a signal handler or a hook: let it set "
+                "a flag, and look at that between two batches."
+            )
 
     def _assemble(self, parts: list[Part]) -> TensorDictBase:
         """The batch of these parts, before any post-processing, where it is to lie."""
@@ -192,6 +205,11 @@ class BaseCollector(Control, IterableDataset[Any]):
 
     def next(self) -> TensorDictBase | None:
         """The next batch, or None when there are no more (and always with a replay buffer)."""
+        self._must_not_be_making()
+        with self._taking:
+            return self._take()
+
+    def _take(self) -> TensorDictBase | None:
         if self._stream is None:
             self._stream = iter(self)
         try:
@@ -204,6 +222,7 @@ class BaseCollector(Control, IterableDataset[Any]):
 
     def rollout(self) -> TensorDictBase:
         """One batch as it was collected, before any post-processing; also when `total_frames` are collected."""
+        self._must_not_be_making()
         self._must_not_run()
         self._must_be_open()
         if self._sink is not None:
@@ -212,7 +231,9 @@ class BaseCollector(Control, IterableDataset[Any]):
             self._ask(Call(EngineJob.break_off))  # these frames do not go there
         try:
             self._weights.at_batch("before")
-            return self._assemble(self._delivery.rollout())
+            with self._consuming:
+                parts = self._delivery.rollout()
+            return self._assemble(parts)
         except BaseException:  # what was raised here may have nothing to do with workers elsewhere
             if self._pool.carrier.is_local or self._pool.failure is not None:
                 self.shutdown(raise_on_error=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from swath.collectors.free_running import FreeRunning
 from swath.collectors.worker import Call, EngineJob
 from swath.keys import POLICY_ID
 from swath.rollout.engine import Engine
+from swath.runtime import undisturbed
 from swath.runtime.pool import Pool
 from swath.weights import Publisher, WeightLayout, flat_weights, for_worker, layers_of, load_weights
 
@@ -39,6 +42,7 @@ class WeightsControl:
         `update_when`, "before" or "after", every so many batches.
         """
         self._pool, self._publisher, self._given, self.workers = pool, publisher, given_policy, workers
+        self._publishing = threading.RLock()
         self._when, self._interval, self._batches = update_when, interval, 0
         self.free: FreeRunning | None = None
         """The thread in which the collector runs, once it is started."""
@@ -56,14 +60,27 @@ class WeightsControl:
         if self._batches % self._interval == 0:
             self.update({POLICY_ID: None})
 
+    @contextlib.contextmanager
+    def _publication(self) -> Iterator[None]:
+        """The next version: one thread after the other publishes what belongs to it, and all of it at once."""
+        if self._publishing._is_owned():  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "Weights were to be published while this very thread publishes some, as by a signal handler: let it "
+                "set a flag, and look at that between two updates."
+            )
+        with self._publishing, undisturbed:
+            self._publisher.version += 1
+            yield
+            self._publisher.release()
+
     def update(self, requested: Mapping[str, Any], chosen: Sequence[int] | None = None) -> None:
         """Publish `{model id: source}`, to all workers or some: all of it or, if something does not fit, nothing."""
         everyone = self._pool.indices
         if chosen is None and all(for_worker({m: source}, -1) for m, source in requested.items()):
             ready = {model_id: self._named(model_id, source) for model_id, source in requested.items()}
-            self._publisher.version += 1
-            for model_id, weights in ready.items():
-                self._publisher.publish(model_id, weights, everyone)
+            with self._publication():
+                for model_id, weights in ready.items():
+                    self._publisher.publish(model_id, weights, everyone)
             return
         chosen = everyone if chosen is None else chosen
         if unknown := [index for index in chosen if index not in range(self.workers)]:
@@ -71,10 +88,10 @@ class WeightsControl:
         each: Each = {
             index: {m: self._named(m, source) for m, source in for_worker(requested, index).items()} for index in chosen
         }
-        self._publisher.version += 1
-        for index, models in each.items():
-            for model_id, weights in models.items():
-                self._publisher.publish_to(index, model_id, weights)
+        with self._publication():
+            for index, models in each.items():
+                for model_id, weights in models.items():
+                    self._publisher.publish_to(index, model_id, weights)
 
     def _named(self, model_id: str, source: Any) -> dict[str, Any]:
         """Weights by the names that the workers' model has for them."""
@@ -99,13 +116,17 @@ class WeightsControl:
         first = self._pool.indices[0]
         layout = self._pool.ask({first: Call(EngineJob.layout_of, (model_id,))}, repr(model_id))[first]
         assert isinstance(layout, WeightLayout)
-        self._publisher.add(model_id, layout, self._pool.indices)
+        with self._publishing:
+            if not self._publisher.knows(model_id):
+                self._publisher.add(model_id, layout, self._pool.indices)
+        # From now on they look there, too: or they would take the rest of the first publication without it.
+        self._pool.ask(dict.fromkeys(self._pool.indices, Call(EngineJob.adopt)), repr(model_id))
 
     def increment(self) -> None:
         """Publish the weights that workers have under the next version."""
-        self._publisher.version += 1
-        if self._publisher.knows(POLICY_ID):
-            self._publisher.publish(POLICY_ID, {}, self._pool.indices)
+        with self._publication():
+            if self._publisher.knows(POLICY_ID):
+                self._publisher.publish(POLICY_ID, {}, self._pool.indices)
 
     def publish_first(self, layout: WeightLayout | None, may_differ: bool) -> None:
         """Version 0: all workers act with the same weights, also where each has made its own policy."""
@@ -124,6 +145,7 @@ class WeightsControl:
                 layer, prefix = list(layers_of(given))[-1], layout.prefixes[-1]
                 layer.load_state_dict({name.removeprefix(prefix): w for name, w in weights.items()})
         self._publisher.publish(POLICY_ID, layout.named(weights), self._pool.indices)
+        self._publisher.release()
 
     def loaded(self, states: Each, version: int) -> None:
         """Workers have loaded a state: publish its weights, so that workers to come get them too."""
@@ -137,6 +159,7 @@ class WeightsControl:
         for index, own in weights.items():
             if any(not torch.equal(own[name], first[name]) for name in tensors if name in first):
                 self._publisher.publish_to(index, POLICY_ID, own)
+        self._publisher.release()
 
 
 class InPlaceWeights(WeightsControl):
@@ -162,12 +185,12 @@ class InPlaceWeights(WeightsControl):
             if is_own and engine.policy is engine.given_policy:
                 continue  # trained in place
             others[model_id] = self._named(model_id, None if is_own else source)
-        self._publisher.version += 1
-        for model_id, weights in others.items():
-            if self._pool.indices:
-                self._publisher.publish(model_id, weights, self._pool.indices)
-            else:  # it is shut down: nothing acts any more, but the policy may be looked at
-                load_weights(engine.model_to_load(model_id), weights)
+        with self._publication():
+            for model_id, weights in others.items():
+                if self._pool.indices:
+                    self._publisher.publish(model_id, weights, self._pool.indices)
+                else:  # it is shut down: nothing acts any more, but the policy may be looked at
+                    load_weights(engine.model_to_load(model_id), weights)
         self._take_now()
 
     def _take_now(self) -> None:
@@ -182,8 +205,8 @@ class InPlaceWeights(WeightsControl):
 
     def increment(self) -> None:
         """Count one version up."""
-        self._publisher.version += 1
-        self._engine.version = self._publisher.version
+        with self._publication():
+            self._engine.version = self._publisher.version
 
     def loaded(self, states: Each, version: int) -> None:
         """The engine has loaded weights into its policy: what was published before is older."""

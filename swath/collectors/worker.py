@@ -44,6 +44,9 @@ FIELDS = (
 )
 """What a worker reports."""
 
+DISTURBING = ("reset", "set_seed", "load_state_dict", "break_off", "finish_episodes", "move_to_thread")
+"""What cannot be asked for while a batch is half made."""
+
 # -- orders and questions ------------------------------------------------------------------------------------------
 
 
@@ -301,6 +304,11 @@ class EngineJob(Reflection):
     def answer(self, request: object) -> object:
         """Call the method that is asked for."""
         assert isinstance(request, Call)
+        if self.engine.is_stepping and request.method.__name__ in DISTURBING:
+            raise RuntimeError(
+                f"{request.method.__name__}() was called by a signal handler in the middle of a batch: let it set a "
+                "flag, and look at that between two batches."
+            )
         self.adopt()
         return request.of(self)
 
@@ -312,7 +320,7 @@ class EngineJob(Reflection):
 
     def adopt(self) -> None:
         """Act with the newest weights from now on."""
-        if self._weights.adopt(self.engine.model_to_load):
+        if not self.engine.is_stepping and self._weights.adopt(self.engine.model_to_load):
             self.engine.version = self._weights.version
 
     def idle(self) -> None:

@@ -102,7 +102,7 @@ class Drawer:
 
     def _draw_whole(self, size: int) -> tuple[Draw, Any]:
         """Draw and copy; again, if frames were overwritten meanwhile. See NOTE [Writing and reading at once]."""
-        tries = HOPEFUL_TRIES if self.sampler.can_repeat else 0
+        tries = HOPEFUL_TRIES if self.sampler.can_repeat and self._storage.ledger.is_ordered else 0
         with contextlib.suppress(NothingToSampleError):  # all there is may just be changed: look again under the lock
             for _ in range(tries):
                 draw, data, is_good = self._try(size)

@@ -13,8 +13,8 @@ one has. A writer may be killed at any instruction. The lock is taken back by th
 nobody]); rows that it had reserved have no stamp, so nobody reads them, and the next process that meets its note in
 the table, and finds the writer gone, counts them as lost. A writer that is stopped, not dead, keeps its rows: others
 write on until the ring comes round to them, and then wait for it, with a deadline. Readers rely on stores being seen in
-order, as x86 keeps them; on other machines the system calls around the lock do the same for all but the optimistic
-read.
+order, as x86 keeps them (`swath.runtime.ordering`). Between processes of other machines the lock does the same: there,
+writers stamp their rows under it, and readers copy under it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import numpy as np
 
 from swath.data.contents import EMPTY
 from swath.runtime import is_alive, own_birth, undisturbed
+from swath.runtime.ordering import keeps_order
 from swath.runtime.supervision import Patience
 
 WRITERS = 256
@@ -85,6 +86,8 @@ class Ledger:
         """Keep count in `numbers` `[SIZE]` under `lock`; by default, for the threads of this process."""
         self.numbers = np.zeros(SIZE, np.int64) if numbers is None else numbers
         self._is_local = lock is None
+        self.is_ordered = lock is None or keeps_order()
+        """Whether a stamp that is seen without the lock tells that its row is there."""
         self.lock: AbstractContextManager[Any] = threading.RLock() if lock is None else lock
         """Under it, nobody reserves rows."""
         self.writing = threading.RLock()
@@ -206,11 +209,12 @@ class Ledger:
 
     def commit(self, begin: int, rows: int) -> None:
         """The `rows` rows from `begin` on are whole: let them be read."""
-        position = begin + 1
-        for part in self.parts(begin, rows):
-            count = part.stop - part.start
-            self.stamps[part] = np.arange(position, position + count)
-            position += count
+        with contextlib.nullcontext() if self.is_ordered else self.lock:
+            position = begin + 1
+            for part in self.parts(begin, rows):
+                count = part.stop - part.start
+                self.stamps[part] = np.arange(position, position + count)
+                position += count
         slot = self._slot
         assert slot is not None
         is_late = time.monotonic_ns() - self._since[slot] > SLOW_NS

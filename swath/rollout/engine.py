@@ -104,6 +104,8 @@ class Engine:
         self._paused_at: float | None = None
         self._is_in_thread = False
         self.is_closed = False
+        self.is_stepping = False
+        """Whether a batch is half made: whoever asks something then is a signal handler."""
 
     @classmethod
     def make(
@@ -223,8 +225,12 @@ class Engine:
         if begins and self.settings.reset_at_each_iter and not self._is_fresh:
             self.reset()
         self._is_fresh = False
-        with trainable():
-            return self._loop.collect(slot, random=random)
+        self.is_stepping = True
+        try:
+            with trainable():
+                return self._loop.collect(slot, random=random)
+        finally:
+            self.is_stepping = False
 
     def write(self, steps: int) -> Receipt:
         """Collect `steps` steps into the replay buffer; less if it is interrupted."""

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import cloudpickle
 import torch
 
 from swath.keys import Key
@@ -114,6 +115,12 @@ class Answer:
     value: object = None
     """What was asked for; as `Packed` bytes if it comes from another process."""
     failure: Failure | Exception | None = None
+
+    def get(self, place: str) -> object:
+        """What was answered; raises what was raised, at that place."""
+        if self.failure is not None:
+            raise self.failure.error(place) if isinstance(self.failure, Failure) else self.failure
+        return cloudpickle.loads(self.value.data) if isinstance(self.value, Packed) else self.value
 
 
 @dataclass(frozen=True)

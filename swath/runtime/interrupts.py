@@ -58,16 +58,22 @@ class Undisturbed:
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        if not self._depth:
-            self._since = time.monotonic()
-            seen = list(map(_signal.getsignal, SIGNALS))
-            if seen != self._seen:
-                own = [(n, found) for n, found in zip(SIGNALS, seen, strict=True) if callable(found)]
-                self._handled, self._seen = [(n, found) for n, found in own if found != self._hold], seen
+        if self._depth:
+            self._depth += 1
+            return
+        self._since = time.monotonic()
+        seen = list(map(_signal.getsignal, SIGNALS))
+        if seen != self._seen:
+            own = [(n, found) for n, found in zip(SIGNALS, seen, strict=True) if callable(found)]
+            self._handled, self._seen = [(n, found) for n, found in own if found != self._hold], seen
+        self._depth = 1
+        try:
             for number, before in self._handled:
                 self._before[number] = before
                 _signal.signal(number, self._hold)
-        self._depth += 1
+        except BaseException:  # by a handler that did not have to wait yet
+            self.__exit__()
+            raise
 
     def __exit__(self, *exc: object) -> None:
         """Let them come, also those that have come meanwhile."""
@@ -76,7 +82,7 @@ class Undisturbed:
         self._depth -= 1
         if self._depth:
             return
-        for number, before in self._before.items():
+        for number, before in list(self._before.items()):
             if _signal.getsignal(number) == self._hold:
                 _signal.signal(number, before)
         self._before.clear()

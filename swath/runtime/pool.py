@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import time
 import warnings
 from collections import deque
@@ -16,8 +17,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
-
-import cloudpickle
 
 from swath.errors import ClosedError, StallWarning, WorkerDiedError, WorkerRestartedWarning, annotate
 from swath.runtime.carrier import (
@@ -28,13 +27,11 @@ from swath.runtime.carrier import (
     Finished,
     News,
     Order,
-    Packed,
     Place,
     Question,
     Started,
     Warned,
 )
-from swath.runtime.faults import Failure
 from swath.runtime.interrupts import Section, undisturbed
 from swath.runtime.supervision import Owner, Replacements, Supervision, WorkerClocks
 from swath.runtime.turns import Turns
@@ -55,7 +52,9 @@ class Work:
     is_over: bool = False
     """Whether nothing more is to be waited for."""
     is_lost: bool = False
-    """Whether its worker was dropped before it was done."""
+    """Whether its worker was dropped before it was done, or it was given up."""
+    is_given_up: bool = False
+    """Whether that was on purpose, as for a new seed."""
 
 
 W = TypeVar("W", bound=Work)
@@ -107,6 +106,8 @@ class Pool(Generic[W]):
         self._restarted: dict[int, int] = {}
         self.replacements = Replacements()
         self._dropped: set[int] = set()
+        self._restarting: dict[int, int] = {}
+        """Workers that are just being replaced, and by which thread."""
         self._joining: dict[int, BaseException | None] = {}
         """Workers that were added later and are not ready yet, and what has kept them from it."""
         self._outstanding: dict[int, deque[W]] = {index: deque() for index in range(workers)}
@@ -178,10 +179,10 @@ class Pool(Generic[W]):
                     self._asked.pop(number, None)
             self._forget_work(index)
 
-    def _forget_work(self, index: int) -> None:
-        lost, self._outstanding[index] = self._outstanding[index], deque()
-        for work in lost:
-            work.is_over = work.is_lost = True
+    def _forget_work(self, index: int, on_purpose: bool = False) -> None:
+        for work in self._outstanding[index]:
+            work.is_over, work.is_lost, work.is_given_up = True, True, on_purpose
+        self._outstanding[index] = deque()  # another thread may be looking at the former
 
     def _start(self, index: int, replaces: bool) -> None:
         self.started.pop(index, None)
@@ -209,8 +210,11 @@ class Pool(Generic[W]):
             work.ticket = self.last_ticket[work.index] = next(self._numbers)
             self._outstanding[work.index].append(work)
             self._clocks.expect(work.index)
-            if work.index not in self.replacements:  # otherwise its replacement is given it
-                self.carrier.send(work.index, Order(work.ticket, work.request, work.place))
+            self._send(work.index, Order(work.ticket, work.request, work.place))
+
+    def _send(self, index: int, message: Order | Question) -> None:
+        if self._restarting.get(index, me := threading.get_ident()) == me:  # else who restarts it sends all there is
+            self.carrier.send(index, message)
 
     def outstanding(self, index: int) -> int:
         """How many pieces of work the worker has not finished."""
@@ -240,12 +244,11 @@ class Pool(Generic[W]):
                     if index in self._dropped:
                         continue
                     if discards_work:
-                        self._forget_work(index)
+                        self._forget_work(index, on_purpose=True)
                     asked[question.number] = index
                     self._asked[question.number] = (index, question)
                     self._clocks.expect(index)
-                    if index not in self.replacements:
-                        self.carrier.send(index, question)
+                    self._send(index, question)
             while late := [index for number, index in asked.items() if number in self._asked]:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"Workers {late} of {self.name} have not answered in time: {what}.")
@@ -256,7 +259,7 @@ class Pool(Generic[W]):
             for number in asked:
                 self._asked.pop(number, None)
                 self._answers.pop(number, None)
-        return {index: _value(answer, f"Raised in worker {index} by {what}.") for index, answer in answers.items()}
+        return {index: answer.get(f"Raised in worker {index} by {what}.") for index, answer in answers.items()}
 
     # -- attending ---------------------------------------------------------------------------------------------
 
@@ -405,7 +408,13 @@ class Pool(Generic[W]):
     def _replace_failed(self) -> None:
         for index, error in self.replacements.due():
             with undisturbed:
-                self._restart(index, error)
+                self._restarting[index] = threading.get_ident()
+                try:
+                    self._restart(index, error)
+                except BaseException:
+                    if self._restarting.pop(index, None) is not None:  # it was interrupted in the middle
+                        self.replacements.plan(index, error, has_moved=True)
+                    raise
 
     def _restart(self, index: int, error: BaseException) -> None:
         self._owner.lost(index)
@@ -414,28 +423,18 @@ class Pool(Generic[W]):
         self._start(index, replaces=True)
         self._owner.restarted(index)
         with self.section:
-            self.replacements.forget(index)
+            del self._restarting[index]
             for asked, question in list(self._asked.values()):
                 if asked == index:
                     self.carrier.send(index, question)
             for work in self._outstanding[index]:
                 self.carrier.send(index, Order(work.ticket, work.request, work.place))
-        which = f"Worker {index} of {self.name} is restarted ({self._restarted[index]} of "
-        summary = f"{self.supervision.max_restarts}): {type(error).__name__}: {error}"
-        warnings.warn(which + summary, WorkerRestartedWarning, stacklevel=5)
+        count = f"{self._restarted[index]} of {self.supervision.max_restarts}"
+        summary = f"Worker {index} of {self.name} is restarted ({count}): {type(error).__name__}: {error}"
+        warnings.warn(summary, WorkerRestartedWarning, stacklevel=5)
 
     def _drop(self, index: int, error: BaseException) -> None:
         self._owner.lost(index)
         self.remove(index)
-        warnings.warn(
-            f"Worker {index} of {self.name} is dropped, {len(self.indices)} are left: {type(error).__name__}: {error}",
-            WorkerRestartedWarning,
-            stacklevel=5,
-        )
-
-
-def _value(answer: Answer, place: str) -> object:
-    """What was answered; raises what was raised, at that place."""
-    if answer.failure is not None:
-        raise answer.failure.error(place) if isinstance(answer.failure, Failure) else answer.failure
-    return cloudpickle.loads(answer.value.data) if isinstance(answer.value, Packed) else answer.value
+        left = f"{len(self.indices)} are left: {type(error).__name__}: {error}"
+        warnings.warn(f"Worker {index} of {self.name} is dropped, {left}", WorkerRestartedWarning, stacklevel=5)

@@ -27,7 +27,7 @@ from swath.runtime.interrupts import Section
 from swath.runtime.process import Process, end_all, start
 from swath.runtime.session import Session
 from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore
-from swath.runtime.watch import Watch
+from swath.runtime.watch import FdWatch
 
 LAST_WORDS_S = 1.0
 """How long a worker whose channel has ended may take to have ended itself."""
@@ -65,7 +65,7 @@ class ProcessCarrier:
         self.interrupt, self.resume, self.heartbeat = board.interrupt, board.resume, board.heartbeat
         self.report, self.unreported_steps = board.report, board.unreported_steps
         self._method, self._threads, self._warns = method, threads, warns
-        self._watch = Watch()
+        self._watch = FdWatch()
         self._section = Section()
         self._by_fd: dict[int, int] = {}
         self._numbers: weakref.WeakKeyDictionary[Columns, int] = weakref.WeakKeyDictionary()

@@ -36,7 +36,6 @@ sleep.
 from __future__ import annotations
 
 import os
-import platform
 import select
 from collections.abc import Sequence
 from time import perf_counter
@@ -45,12 +44,13 @@ import numpy as np
 
 from swath.runtime.descriptors import Descriptor
 from swath.runtime.memory import Block, MemoryBlock
+from swath.runtime.ordering import keeps_order
 
 SPIN_S = 100e-6
 """How long to look before going to sleep: longer than a wake-up takes, so short that nobody misses the core."""
 SPIN_LAST_S = 400e-6
 """The same for the last one to finish a round, while the others sleep and the leader may be busy elsewhere."""
-KEEPS_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
+KEEPS_ORDER = keeps_order()
 LINE = 8
 """Words in a line of the cache; processes that write to different lines do not disturb each other."""
 ORDERS = 4

@@ -88,6 +88,8 @@ class Session:
                 if isinstance(message, Order):
                     self._orders.append(message)
                 else:
+                    if isinstance(message, Question) and message.discards_work:
+                        self._orders.clear()  # those that were sent before it: one that comes later is meant
                     self._control.append(message)
 
     def _work(self, order: Order) -> None:
@@ -98,8 +100,6 @@ class Session:
         self._link.finish(order, receipt)
 
     def _answer(self, question: Question) -> None:
-        if question.discards_work:
-            self._orders.clear()
         is_local = self._link.is_local
         try:
             value = self.job.answer(question.request)

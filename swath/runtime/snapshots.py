@@ -6,14 +6,21 @@ it is written; `newest` points to the copy that was finished last. A worker take
 again: if that has changed, the trainer has come round all the copies meanwhile, and it takes the newest again before it
 acts. So weights are adopted whole, a trainer that is killed while it publishes leaves the former version in place, and
 a worker that is stopped or dead concerns nobody. What is published is a copy: what the trainer does to its own tensors
-afterwards is seen by no worker. (Relies, as NOTE [Writing and reading at once] does, on stores becoming visible in
-order.)
+afterwards is seen by no worker.
+
+What belongs together may lie in several stores. So a version is *released* when all of it is written, in all stores,
+whether they have got anything new or not, and a worker takes of each the newest of those that all of them have
+released: all of a publication, or nothing. The copy that was released last is not the one that is written next.
+
+This relies on stores to memory becoming visible in order. Where the machine does not keep it (`ordering`), both sides
+do what they do under a lock that the memory's processes share.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,13 +29,16 @@ import torch
 from torch import Tensor
 
 from swath.errors import DoesNotFitError
+from swath.runtime import ordering
 from swath.runtime.columns import Columns, Leaf, nbytes
+from swath.runtime.locks import ProcessLock
 from swath.runtime.memory import Block, MemoryBlock, PrivateBlock, page_aligned
 
 COPIES = 3
 UNFINISHED = -1
-NEWEST, STAMPS, EXTRAS = 0, 1, 1 + COPIES
-"""Where numbers lie in the head: the newest copy, the copies' stamps, and the sizes of their extra values."""
+NEWEST, RELEASED, STAMPS, EXTRAS = 0, 1, 2, 2 + COPIES
+"""Where numbers lie in the head: the newest copy, up to which version copies may be taken, the copies' stamps, and the
+sizes of their extra values."""
 HEAD = page_aligned((EXTRAS + COPIES) * 8)
 EXTRA_ROOM = 4096
 
@@ -54,8 +64,14 @@ class SnapshotStore(Protocol):
     def version(self) -> int:
         """The newest version; -1 before the first."""
 
-    def publish(self, values: Values, version: int) -> None:
-        """Make `values` the newest; those that are not given stay as they are. Never waits for a worker."""
+    def publish(self, values: Values, version: int, *, releases: bool = True) -> None:
+        """Make `values` the newest; those that are not given stay as they are. Never waits for a worker.
+
+        By one thread at a time. Unless it `releases` them, nobody takes them before somebody does.
+        """
+
+    def release(self, version: int) -> None:
+        """Let versions up to this be taken."""
 
     def snapshot(self) -> dict[str, Any]:
         """The newest values, copied."""
@@ -78,8 +94,11 @@ class Snapshots:
         self._views = [Columns(contents.tensors, (), block=self._block, offset=begin).tensors for begin in begins]
         self._given = self._block.array((COPIES, count), np.uint8, end)
         """Which tensors each copy holds: those that were never published are left to the workers."""
+        self._lock: AbstractContextManager[Any] = nullcontext()
+        if not ordering.keeps_order() and self._block.fd >= 0:
+            self._lock = ProcessLock(self._block)
         if block is None:
-            self._head[STAMPS : STAMPS + COPIES] = UNFINISHED
+            self._head[RELEASED : STAMPS + COPIES] = UNFINISHED
             for memory in self._copies:
                 memory.fill(0)  # so that the first updates need not wait for pages
 
@@ -90,7 +109,23 @@ class Snapshots:
     def version(self) -> int:  # noqa: D102 - see `SnapshotStore`
         return int(self._head[STAMPS + self._head[NEWEST]])
 
-    def publish(self, values: Values, version: int) -> None:  # noqa: D102 - see `SnapshotStore`
+    @property
+    def released(self) -> int:
+        """Up to which version copies may be taken."""
+        with self._lock:
+            return int(self._head[RELEASED])
+
+    def release(self, version: int) -> None:  # noqa: D102 - see `SnapshotStore`
+        with self._lock:
+            self._head[RELEASED] = version
+
+    def publish(self, values: Values, version: int, *, releases: bool = True) -> None:  # noqa: D102 - likewise
+        with self._lock:
+            self._publish(values, version)
+        if releases:
+            self.release(version)
+
+    def _publish(self, values: Values, version: int) -> None:
         tensors = self.contents.tensors
         last = int(self._head[NEWEST])
         target = (last + 1) % COPIES
@@ -119,30 +154,44 @@ class Snapshots:
         self._head[NEWEST] = target
 
     def snapshot(self) -> dict[str, Any]:  # noqa: D102 - see `SnapshotStore`
+        while (taken := self.copy_of(self.version)) is None:
+            continue
+        return taken
+
+    def copy_of(self, version: int) -> dict[str, Any] | None:
+        """The values of that version, copied; None if there are none any more."""
         taken: dict[str, Any] = {}
 
         def copy(values: Values) -> None:
             taken.update({name: v.clone() if isinstance(v, Tensor) else v for name, v in values.items()})
 
-        self.adopt(copy)
-        return taken
+        return taken if self.adopt_version(copy, version) else None
+
+    def newest_of(self, released: int) -> int:
+        """The newest version up to `released`; -1 if there is none."""
+        return max((s for s in self._head[STAMPS : STAMPS + COPIES].tolist() if s <= released), default=UNFINISHED)
 
     def adopt(self, load: Callable[[Values], Any]) -> int:
         """Let `load` copy the newest values, again if they changed meanwhile; the version that it has then."""
-        while True:
-            copy = int(self._head[NEWEST])
-            version = int(self._head[STAMPS + copy])
-            if version == UNFINISHED:  # we are late: another is the newest by now
-                continue
+        while not self.adopt_version(load, version := self.newest_of(self.released)):
+            continue
+        return version
+
+    def adopt_version(self, load: Callable[[Values], Any], version: int) -> bool:
+        """Let `load` copy the values of that version; False if they were overwritten meanwhile, or before."""
+        with self._lock:
+            stamps = self._head[STAMPS : STAMPS + COPIES].tolist()
+            if version == UNFINISHED or version not in stamps:
+                return False
+            copy = stamps.index(version)
             extras = self._extra_bytes(copy)
             views = {
                 name: v for (name, v), given in zip(self._views[copy].items(), self._given[copy], strict=True) if given
             }
             if self._head[STAMPS + copy] != version:
-                continue
-            load({**views, **(pickle.loads(extras) if extras else {})})  # type: ignore[dict-item]
-            if self._head[STAMPS + copy] == version:
-                return version
+                return False
+            load({**views, **(pickle.loads(extras) if extras else {})})
+            return bool(self._head[STAMPS + copy] == version)
 
     def _extra_bytes(self, copy: int) -> bytes:
         size = int(self._head[EXTRAS + copy])

@@ -20,7 +20,7 @@ from swath.runtime.local import LocalCarrier, LocalLink
 from swath.runtime.processes import SHUTDOWN_S
 from swath.runtime.rounds import Event
 from swath.runtime.session import Session
-from swath.runtime.watch import Watch
+from swath.runtime.watch import FdWatch
 
 KILLED = -9
 
@@ -85,7 +85,7 @@ class ThreadCarrier(LocalCarrier):
         super().__init__(workers, fields)
         self._threads: dict[int, ThreadLink] = {}
         self._came = Event()
-        self._watch = Watch(self._came.fd)
+        self._watch = FdWatch(self._came.fd)
         self._owner = os.getpid()
 
     def watch(self, fd: int) -> None:

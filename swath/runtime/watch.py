@@ -1,11 +1,11 @@
-"""Watch: waiting for descriptors, by any thread, and by a signal handler while its thread waits already."""
+"""FdWatch: waiting for descriptors, by any thread, and by a signal handler while its thread waits already."""
 
 from __future__ import annotations
 
 import select
 
 
-class Watch:
+class FdWatch:
     """What `select.poll` does, which refuses whoever comes while another waits: he gets one of his own."""
 
     def __init__(self, *fds: int) -> None:

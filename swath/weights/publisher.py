@@ -11,7 +11,7 @@ from torch import nn
 
 from swath.errors import DoesNotFitError
 from swath.runtime.carrier import Carrier, Topic
-from swath.runtime.snapshots import Snapshots, SnapshotStore, Values
+from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore, Values
 from swath.weights.sources import WeightLayout, load_weights
 
 
@@ -34,17 +34,27 @@ class Publisher:
 
     def add(self, model_id: str, layout: WeightLayout, workers: Iterable[int]) -> None:
         """Make a store for a model, and let the workers take from it."""
+        self._stores[model_id, None] = self._open(layout.contents)
         self._layouts[model_id] = layout
-        self._stores[model_id, None] = self._carrier.open_snapshots(layout.contents)
         for worker in workers:
             self._carrier.subscribe(worker, (model_id, None), self._stores[model_id, None])
+
+    def _open(self, contents: SnapshotContents) -> SnapshotStore:
+        store = self._carrier.open_snapshots(contents)
+        store.release(self.version)  # there is nothing in it to be taken
+        return store
 
     def layout(self, model_id: str) -> WeightLayout:
         """What the model's weights look like."""
         return self._layouts[model_id]
 
+    def release(self) -> None:
+        """All of the present version is published: let workers take it."""
+        for store in list(self._stores.values()):
+            store.release(self.version)
+
     def publish(self, model_id: str, weights: Mapping[str, Any], workers: Iterable[int]) -> None:
-        """Publish weights (by the layout's names) under the present version, for all workers."""
+        """Publish weights (by the layout's names) under the present version, for all workers; see `release`."""
         before = self._stores[model_id, None].version
         if not self.layout(model_id).is_all(weights):
             for (name, worker), own in list(self._stores.items()):
@@ -53,24 +63,24 @@ class Publisher:
         self._publish((model_id, None), weights, workers)
 
     def publish_to(self, worker: int, model_id: str, weights: Mapping[str, Any]) -> None:
-        """Publish weights under the present version, for one worker."""
+        """Publish weights under the present version, for one worker; see `release`."""
         own, shared = self._stores.get((model_id, worker)), self._stores[model_id, None]
         if shared.version > (-1 if own is None else own.version):
             weights = {**shared.snapshot(), **weights}
         if own is None:
-            own = self._stores[model_id, worker] = self._carrier.open_snapshots(self.layout(model_id).contents)
+            own = self._stores[model_id, worker] = self._open(self.layout(model_id).contents)
             self._carrier.subscribe(worker, (model_id, worker), own)
         self._publish((model_id, worker), weights, [worker])
 
     def _publish(self, topic: Topic, weights: Mapping[str, Any], workers: Iterable[int]) -> None:
         store = self._stores[topic]
         try:
-            store.publish(weights, self.version)
+            store.publish(weights, self.version, releases=False)
         except DoesNotFitError as error:
             larger = replace(store.contents, extra_room=2 * max(error.needed, store.contents.extra_room))
             before = {} if store.version < 0 else store.snapshot()
-            store = self._stores[topic] = self._carrier.open_snapshots(larger)
-            store.publish({**before, **weights}, self.version)
+            store = self._stores[topic] = self._open(larger)
+            store.publish({**before, **weights}, self.version, releases=False)
             for worker in workers:
                 self._carrier.subscribe(worker, topic, store)
 
@@ -78,8 +88,9 @@ class Publisher:
         """Begin anew with `weights`, at a version that may be older than what workers hold."""
         self.version = version
         self._stores = {topic: store for topic, store in self._stores.items() if topic[0] != model_id}
-        store = self._stores[model_id, None] = self._carrier.open_snapshots(self.layout(model_id).contents)
-        store.publish(weights, version)
+        store = self._stores[model_id, None] = self._open(self.layout(model_id).contents)
+        store.publish(weights, version, releases=False)
+        self.release()
         for worker in workers:
             for topic in ((model_id, None), (model_id, worker)):
                 self._carrier.subscribe(worker, topic, store)
@@ -111,11 +122,26 @@ class Subscriber:
 
     def take(self, load: Callable[[str, Values], object]) -> bool:
         """Let `load` copy what is newer than what it has got, again if it changes meanwhile; whether anything was."""
-        changed = False
-        for model_id in dict.fromkeys(name for name, _ in self._stores):
-            stores = [(worker is not None, store) for (name, worker), store in self._stores.items() if name == model_id]
-            _, newest = max(stores, key=lambda pair: (pair[1].version, pair[0]))
-            if newest.version > self._held.get(model_id, -1):
-                self._held[model_id] = newest.adopt(partial(load, model_id))
-                self.version, changed = max(self._held.values()), True
-        return changed
+        is_whole, has_changed = False, False
+        while not is_whole:
+            is_whole = True
+            for model_id, (store, version) in self._due().items():
+                if not store.adopt_version(
+                    partial(load, model_id), version
+                ):  # we are late: begin with what is newest now
+                    is_whole = False
+                    break
+                self._held[model_id], has_changed = version, True
+        if has_changed:
+            self.version = max(self._held.values())
+        return has_changed
+
+    def _due(self) -> dict[str, tuple[Snapshots, int]]:
+        """What to take of each model that has got something else: the newest that is released in all stores."""
+        released = min((store.released for store in self._stores.values()), default=-1)
+        found: dict[str, tuple[Snapshots, int]] = {}
+        for (model_id, worker), store in self._stores.items():
+            version = store.newest_of(released)
+            if version > found.get(model_id, (store, -1))[1] - (worker is not None):
+                found[model_id] = (store, version)
+        return {name: pair for name, pair in found.items() if pair[1] not in (-1, self._held.get(name))}

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import platform
 import random
 import signal
 import time
@@ -668,3 +669,35 @@ def test_what_all_processes_sample_is_counted_also_of_those_that_are_gone() -> N
                 pipe.send("again")
                 assert hear(pipe) == "sampled"
             assert buffer.stats()["sampled"] == before + 300
+
+
+def is_locked(lock: Any) -> bool:
+    """Whether somebody has it: asked as another process would."""
+    kind, arguments = lock.__reduce__()
+    other = kind(*arguments)
+    try:
+        other.acquire(0.02)
+    except TimeoutError:
+        return True
+    other.release()
+    return False
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_frames_are_stamped_and_read_under_the_lock_where_order_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, machine: str
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    buffer = shared(LazyTensorStorage, 32)
+    buffer.extend(frames(range(32)))
+    ledger, seen = buffer.storage.ledger, list[bool]()
+
+    def looking(do: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (seen.append(is_locked(ledger.lock)), do(*args))[1]
+
+    monkeypatch.setattr(buffer.storage, "read", looking(buffer.storage.read))
+    check(buffer.sample(8))
+    begin = ledger.reserve(4)
+    monkeypatch.setattr(ledger, "parts", looking(ledger.parts))
+    ledger.commit(begin, 4)
+    assert seen == [machine == "aarch64"] * 2

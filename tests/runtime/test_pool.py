@@ -157,7 +157,7 @@ def test_a_question_may_discard_work(carrier: Carrier) -> None:
         pool.issue(work)
     assert pool.ask({0: lambda job: "x"}, "x", discards_work=True) == {0: "x"}
     assert pool.outstanding(0) == 0
-    assert not any(work.is_over for work in works if work not in pool.finished)
+    assert all(work.is_given_up for work in works if work not in pool.finished)
     assert do(pool, 0, "next")[1] == "next"
     done = [receipt[1] for receipt in (*(work.receipt for work in pool.finished), *pool.unclaimed)]  # type: ignore[index]
     log = pool.ask({0: lambda job: [each for each in job.log if each != "question"]}, "x")[0]

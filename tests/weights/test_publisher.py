@@ -43,10 +43,12 @@ class Workers:
     def to_all(self, **weights: float) -> None:
         self.publisher.version += 1
         self.publisher.publish("policy", _tensors(weights), range(len(self.models)))
+        self.publisher.release()
 
     def to_one(self, worker: int, **weights: float) -> None:
         self.publisher.version += 1
         self.publisher.publish_to(worker, "policy", _tensors(weights))
+        self.publisher.release()
 
     def held(self, worker: int) -> tuple[int, float, float]:
         """Version, weight and bias."""
@@ -141,6 +143,7 @@ def test_extra_state_that_grows() -> None:
     for version in range(1, 200):
         publisher.version = version
         publisher.publish("policy", {"_extra_state": list(range(version * 50))}, [0])
+        publisher.release()
         subscriber.adopt(lambda name: model)
         assert model.seen == list(range(version * 50))
         assert subscriber.version == version
@@ -160,3 +163,55 @@ def test_extra_state_that_outgrows_its_store_leaves_the_rest_as_it_was(published
     subscriber.adopt(lambda name: model)
     assert (subscriber.version, len(model.seen)) == (1, 10_000)
     assert model.weight.item() == (1.0 if published else -5.0)
+
+
+def test_what_is_published_together_is_taken_together() -> None:
+    subscriber, models = Subscriber(), {name: nn.Linear(1, 1) for name in ("policy", "reward")}
+    publisher = Publisher(Plane([subscriber]))
+    for name, model in models.items():
+        publisher.add(name, WeightLayout.of(model), [0])
+
+    def held() -> tuple[int, list[float]]:
+        subscriber.adopt(models.__getitem__)
+        return subscriber.version, [model.weight.item() for model in models.values()]
+
+    def publish(name: str, value: float) -> None:
+        publisher.publish(name, _tensors({"weight": value, "bias": value}), [0])
+
+    for version in range(1, 6):
+        publisher.version = version
+        publish("policy", version)
+        assert held()[0] == version - 1, "half of it was taken"
+        publish("reward", version)
+        assert held()[0] == version - 1
+        publisher.release()
+        assert held() == (version, [version, version])
+    publisher.version = 6
+    publish("reward", 7.0)
+    publisher.release()
+    assert held() == (6, [5.0, 7.0]), "one model alone"
+
+
+def test_versions_that_overtake_a_worker_are_taken_together_too() -> None:
+    """While it takes the first of two models, all copies of the second are written anew."""
+    subscriber, taken = Subscriber(), dict[str, float]()
+    publisher = Publisher(Plane([subscriber]))
+    for name in ("policy", "reward"):
+        publisher.add(name, WeightLayout.of(nn.Linear(1, 1)), [0])
+
+    def publish() -> None:
+        publisher.version += 1
+        for name in ("policy", "reward"):
+            publisher.publish(name, _tensors(dict.fromkeys(("weight", "bias"), float(publisher.version))), [0])
+        publisher.release()
+
+    def load(name: str, weights: Any) -> None:
+        taken[name] = weights["weight"].item()
+        if name == "policy" and publisher.version < 20:
+            for _ in range(4):
+                publish()
+
+    publish()
+    assert subscriber.take(load)
+    assert taken == {"policy": publisher.version, "reward": publisher.version}
+    assert subscriber.version == publisher.version

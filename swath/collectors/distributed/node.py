@@ -149,7 +149,11 @@ class NodeLink:
             assert self._weights is not None
             tensors = self._weights[0].tensors
             values = {name: tensors[name] for name in weights.names}
-            self._snapshots[weights.topic].publish({**values, **(weights.extras or {})}, weights.version)
+            store, version = self._snapshots[weights.topic], weights.version
+            store.publish({**values, **(weights.extras or {})}, version, releases=False)
+        if weights.released >= 0:
+            for own in self._snapshots.values():
+                own.release(weights.released)
         if weights.contents is not None:
             self._mail.put(Subscribe(weights.topic, self._snapshots[weights.topic]))
 

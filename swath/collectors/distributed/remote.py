@@ -45,9 +45,11 @@ from swath.runtime.processes import LAST_WORDS_S, SHUTDOWN_S
 from swath.runtime.rounds import Event
 from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore, Values
 from swath.runtime.supervision import Patience
-from swath.runtime.watch import Watch
+from swath.runtime.watch import FdWatch
 
 PULSE = pack_parcel(Pulse())
+AGAIN_S = 0.001
+"""How long somebody may take to publish, before it is looked at again."""
 LOOK_S = 0.1
 """How often to look whether a node that was asked to end can hear that."""
 
@@ -75,24 +77,31 @@ class SentSnapshots(Snapshots):
         self._packing = threading.Lock()
         self._packed: tuple[Weights, Tensor] | None = None
 
-    def publish(self, values: Values, version: int) -> None:
+    def publish(self, values: Values, version: int, *, releases: bool = True) -> None:
         with self._packing:  # a thread that packs just now must not be overtaken again and again
-            super().publish(values, version)
-        self._published(self)
+            super().publish(values, version, releases=False)
+        if releases:
+            self.release(version)
+
+    def release(self, version: int) -> None:
+        super().release(version)
+        if self.version == version:
+            self._published(self)
 
     def packed(self, topic: Topic) -> tuple[Weights, Tensor | None]:
         """The newest, as it is sent: put together once for all nodes."""
         with self._packing:
-            if self.version < 0:
+            version = self.newest_of(self.released)
+            if version < 0:
                 return Weights(topic, -1), None
-            if self._packed is None or self._packed[0].version != self.version:
+            if self._packed is None or self._packed[0].version != version:
                 tensors = self.contents.tensors
                 memory, data = packed_memory(tensors, ())
-                taken = self.snapshot()
+                taken = self.copy_of(version) or {}
                 memory.fill({name: value for name, value in taken.items() if name in tensors})
                 names = tuple(name for name in tensors if name in taken)
                 extras = {name: value for name, value in taken.items() if name not in tensors}
-                self._packed = Weights(topic, self.version, names, extras, data.numel()), data
+                self._packed = Weights(topic, version, names, extras, data.numel()), data
             return replace(self._packed[0], topic=topic), self._packed[1]
 
 
@@ -109,7 +118,7 @@ class RemoteCarrier:
         self.heartbeat, self.report, self.unreported_steps = board.heartbeat, board.report, board.unreported_steps
         self._connections: dict[int, NodeConnection] = {}
         self._came = Event()
-        self._watch = Watch(self._came.fd)
+        self._watch = FdWatch(self._came.fd)
         self._owner = os.getpid()
 
     # -- control -----------------------------------------------------------------------------------------------
@@ -213,6 +222,8 @@ class NodeConnection:
         self._stores: dict[Topic, SentSnapshots] = {}
         self._unsent: set[Topic] = set()
         """Topics whose newest weights are still to be sent."""
+        self._announced: set[Topic] = set()
+        """Topics that the node knows of."""
         self._turn = threading.Lock()
         self._layouts: list[Layout] = []
         """Of all batches that it was asked for."""
@@ -288,17 +299,34 @@ class NodeConnection:
                         wire.expect(ticket, self._places[ticket][2])
                     wire.send(item)
                     continue
-                topic, contents = item
-                with self._turn:
-                    self._unsent.discard(topic)
-                    store = self._stores[topic]
-                weights, data = store.packed(topic)
-                wire.send(pack_parcel(replace(weights, contents=contents)), data)
+                for weights, data in self._publication(*item):
+                    wire.send(pack_parcel(weights), data)
         except (ChannelClosedError, OSError) as error:
             if self._wire is None:
                 self._over(error)
             else:
                 self._wire.close()  # the other thread takes what has come, and tells
+
+    def _publication(self, topic: Topic, contents: SnapshotContents | None) -> list[tuple[Weights, Tensor | None]]:
+        """The newest of `topic` and of all others that are due, as of a moment in which none was being published."""
+        while not self.is_over.is_set():
+            with self._turn:
+                if contents is None and topic not in self._unsent:  # it was sent together with another
+                    break
+                self._announced.add(topic)
+                stores = {known: self._stores[known] for known in self._announced}
+                due = [topic, *(other for other in self._unsent if other != topic and other in self._announced)]
+            released = {store.released for store in stores.values()}
+            found = [(other, *stores[other].packed(other)) for other in due]
+            with self._turn:
+                if len(released) == 1 and {store.released for store in stores.values()} == released:
+                    self._unsent.difference_update(due)
+                    new = {topic: contents}
+                    parcels = [(replace(weights, contents=new.get(other)), data) for other, weights, data in found]
+                    last, data = parcels[-1]
+                    return [*parcels[:-1], (replace(last, released=released.pop()), data)]
+            time.sleep(AGAIN_S)
+        return []
 
     # -- from the node -------------------------------------------------------------------------------------------
 

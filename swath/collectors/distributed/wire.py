@@ -66,7 +66,10 @@ class Interrupt:
 
 @dataclass(frozen=True)
 class Weights:
-    """A snapshot: the tensors of these names are in its body. With `contents`, the node subscribes to `topic` anew."""
+    """A snapshot: the tensors of these names are in its body. With `contents`, the node subscribes to `topic` anew.
+
+    The last of those that belong together says up to which version they may all be taken.
+    """
 
     topic: Topic
     version: int
@@ -74,6 +77,7 @@ class Weights:
     extras: Mapping[str, Any] | None = None
     size: int = 0
     contents: SnapshotContents | None = None
+    released: int = -1
 
 
 # -- from a node ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,307 @@
+"""Collectors that are used by several threads at once, by signal handlers, and interrupted at any instruction."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from common import WAIT_S, buffer, net
+from fault_tools import LONG, within
+from interrupting import Tick, at_every_instruction, at_instruction, handled, raise_tick
+from kinds import ALL, AS_READY, ASYNC, SINGLE, SPREAD, STARTED, SYNC, SYNC_HERE, Kind, Make, over
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from swath.errors import ClosedError
+from swath.testing import CountingEnv
+
+SECONDS = 10.0 if LONG else 0.7
+ENDLESS = {"total_frames": -1}
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "weights": lambda collector: collector.update_policy_weights_(),
+    "state": lambda collector: collector.state_dict(),
+    "stats": lambda collector: collector.stats("both"),
+    "attribute": lambda collector: collector.get_distant_attr("env.batch_size"),
+    "version": lambda collector: collector.increment_version(),
+    "hook": lambda collector: collector.set_post_collect_hook(None),
+    "seed": lambda collector: collector.set_seed(3),
+    "reset": lambda collector: collector.reset(),
+}
+
+
+@over(ALL)
+def test_one_thread_iterates_and_others_ask(kind: Kind, make: Make) -> None:
+    collector = make(policy=net(), **ENDLESS)
+    over_at = time.monotonic() + SECONDS
+
+    def ask(call: Callable[[Any], Any]) -> int:
+        count = 0
+        while time.monotonic() < over_at:
+            call(collector)
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(len(CALLS)) as pool:
+        asking = [pool.submit(ask, call) for call in CALLS.values()]
+        batches = 0
+        while time.monotonic() < over_at or batches < 2:
+            batch = next(iter(collector))
+            assert batch["collector", "traj_ids"].numel() == batch.numel()
+            batches += 1
+        assert all(one.result(WAIT_S) for one in asking)
+
+
+@over(ALL)
+def test_threads_that_iterate_share_the_batches(kind: Kind, make: Make) -> None:
+    collector = make(batches=12)
+    total = collector.config.total_frames
+
+    def take(how: str) -> int:
+        batches = iter(collector.next, None) if how == "next" else iter(collector)
+        return sum(batch.numel() for batch in batches)
+
+    with ThreadPoolExecutor(4) as pool:
+        taken = [pool.submit(take, how) for how in ("next", "for", "next", "for")]
+        assert sum(one.result(WAIT_S) for one in taken) == total
+
+
+@over(SPREAD)
+def test_large_calls_of_several_threads_arrive_whole(kind: Kind, make: Make) -> None:
+    class Taking(CountingEnv):
+        def take(self, given: Any) -> int:
+            return int(given.sum())
+
+    collector = make(lambda: Taking(()), **ENDLESS)
+    sizes = [1_500_000, 2_000_000, 2_500_000]
+
+    def ask(size: int) -> list[Any]:
+        given = np.ones(size, np.int8)
+        return [collector.cascade_execute("env.take", given) for _ in range(10 if LONG else 3)]
+
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(ask, sizes))
+    assert answers == [[[size] * 2] * len(answers[0]) for size in sizes]
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+SIZE = 400_000
+
+
+class Wide(nn.Module):
+    """Acts by its first and its last weight, which should be equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.zeros(SIZE))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.wide[[0, -1]].expand(*observation.shape[:-1], 2).clone()
+
+
+class Rewarding(CountingEnv):
+    """An env with a model of its own, whose weight is the reward."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self.module = nn.Linear(1, SIZE)
+        nn.init.zeros_(self.module.bias)
+
+    def step_into(self, action: Any, out: Any) -> bool:
+        is_over = super().step_into(action, out)
+        out.arrays["reward"][:] = float(self.module.bias[0].detach())
+        return is_over
+
+
+def wide_policy() -> TensorDictModule:
+    return TensorDictModule(Wide(), in_keys=["observation"], out_keys=["action"])
+
+
+@over(SPREAD)
+def test_threads_that_publish_at_once_tear_nothing(kind: Kind, make: Make) -> None:
+    collector = make(policy=wide_policy(), frames_per_batch=4, trust_policy=True, **ENDLESS)
+    over_at = time.monotonic() + 2 * SECONDS
+
+    def publish(first: int) -> int:
+        count, weights = 0, torch.zeros(SIZE)
+        while time.monotonic() < over_at:
+            count += 1
+            collector.update_policy_weights_({"module.wide": weights.fill_(first + 2 * count)})
+        return count
+
+    with ThreadPoolExecutor(2) as pool:
+        publishing = [pool.submit(publish, first) for first in (0, 1)]
+        while time.monotonic() < over_at:
+            action = collector.next()["action"]
+            assert torch.equal(action[..., 0], action[..., 1])
+        assert sum(one.result(WAIT_S) for one in publishing) == collector.policy_version
+
+
+@over(SPREAD)
+def test_models_that_are_published_together_are_adopted_together(kind: Kind, make: Make) -> None:
+    policy, other = wide_policy(), nn.Linear(1, SIZE)
+    collector = make([Rewarding] * 2, policy, frames_per_batch=4, trust_policy=True, **ENDLESS)
+    over_at, version = time.monotonic() + 3 * SECONDS, 0
+    while time.monotonic() < over_at:
+        batch = collector.next()
+        assert torch.equal(batch["action"][..., :1], batch["next", "reward"])
+        version += 1
+        with torch.no_grad():
+            policy.module.wide.fill_(version)
+            other.bias.fill_(version)
+        collector.update_policy_weights_(weights_dict={"policy": policy, "env.module": other})
+
+
+# -- signal handlers ---------------------------------------------------------------------------------------------------
+
+
+@over((SINGLE, SYNC_HERE, AS_READY, SYNC, ASYNC))
+def test_a_signal_handler_may_call_it_at_any_moment(kind: Kind, make: Make) -> None:
+    """It works, or is refused in words; and all goes on."""
+    collector = make(policy=net(), **ENDLESS)
+    stream, calls, count = iter(collector), itertools.cycle(CALLS.items()), 0
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        name, call = next(calls)
+        try:
+            call(collector)
+        except RuntimeError as error:
+            if "signal handler" not in str(error) or name not in ("seed", "reset"):
+                raise
+
+    next(stream)
+    with handled(handler):
+        for number in range(1, 100_000 if LONG else 1000, 1 if LONG else 31):
+            if not at_instruction(number, lambda: next(stream)):
+                break
+            count += 1
+    assert count > len(CALLS)
+    next(stream)
+
+
+@over((SINGLE, SYNC_HERE, SYNC, ASYNC))
+def test_a_signal_handler_may_shut_it_down(kind: Kind, make: Make) -> None:
+    for number in range(1, 10**6, 200 if LONG else 1500):
+        collector = make(**ENDLESS)
+        stream = iter(collector)
+        next(stream)
+        came = False
+
+        def handler(number: int, frame: FrameType | None, collector: Any = collector) -> None:
+            collector.shutdown()
+
+        with handled(handler), within(10.0):
+            try:
+                came = at_instruction(number, lambda stream=stream: next(stream))
+            except (ClosedError, StopIteration):
+                came = True
+        if not came:
+            break
+        with pytest.raises(ClosedError):
+            collector.rollout()
+
+
+@over(ALL)
+def test_a_batch_within_a_batch_is_refused_in_words(kind: Kind, make: Make) -> None:
+    collector = make(**ENDLESS)
+    collector.next()
+    said: list[str] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        for ask in (collector.next, lambda: next(iter(collector)), collector.rollout):
+            try:
+                ask()
+            except RuntimeError as error:
+                said.append(str(error))
+
+    with handled(handler):
+        at_instruction(60, collector.next)
+    assert len(said) == 3
+    assert all("between two batches" in text for text in said), said
+    collector.next()
+
+
+# -- interrupts --------------------------------------------------------------------------------------------------------
+
+
+@over(SPREAD)
+@pytest.mark.parametrize("call", ["attribute", "state", "weights"])
+def test_an_interrupted_call_loses_nothing(kind: Kind, make: Make, call: str) -> None:
+    collector = make(policy=net(), **ENDLESS)
+    stream = iter(collector)
+    next(stream)
+    steps = {"attribute": 23, "state": 29, "weights": 37}
+    assert at_every_instruction(lambda: CALLS[call](collector), lambda: next(stream), steps[call]) > 3
+
+
+@over(SPREAD)
+def test_interrupts_at_any_time_lose_nothing(kind: Kind, make: Make) -> None:
+    collector = make(policy=net(), **ENDLESS)
+    stream = iter(collector)
+    chance, count, over_at = np.random.default_rng(0), 0, time.monotonic() + SECONDS
+    before = signal.signal(signal.SIGALRM, raise_tick)
+    try:
+        while time.monotonic() < over_at:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(20e-6, 1.5e-3))
+                collector.get_distant_attr("env.batch_size")
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Tick:
+                count += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            next(stream)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert count > 3
+
+
+@over(ALL)
+def test_a_collector_that_an_interrupt_has_closed_says_so(kind: Kind, make: Make) -> None:
+    collector = make(**ENDLESS)
+    collector.next()
+    with handled(raise_tick):
+        stream = iter(collector)
+        assert at_instruction(60, lambda: next(stream))
+    assert collector.closed
+    for ask in (lambda: list(collector), collector.next, lambda: list(collector.iterator())):
+        with pytest.raises(ClosedError):
+            ask()
+
+
+@over(ALL)
+def test_a_collector_that_is_done_is_just_empty(kind: Kind, make: Make) -> None:
+    collector = make(batches=2)
+    assert list(collector)
+    assert list(collector) == []
+    assert collector.next() is None
+
+
+# -- resting -----------------------------------------------------------------------------------------------------------
+
+
+@over((SINGLE, STARTED))
+def test_whoever_pauses_finds_it_at_rest(kind: Kind, make: Make) -> None:
+    collector = make(replay_buffer=buffer(), **ENDLESS)
+    kept, over_at = collector.replay_buffer, time.monotonic() + SECONDS
+    collector.start()
+
+    def pause(step_s: float) -> int:
+        pauses = 0
+        while time.monotonic() < over_at:
+            with collector.pause():
+                count = kept.write_count
+                time.sleep(step_s)
+                assert kept.write_count == count
+            pauses += 1
+        return pauses
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(pause, (0.004, 0.001, 0.002), timeout=WAIT_S))
