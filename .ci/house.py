@@ -31,6 +31,7 @@ THIRD_PARTY = {
     "torch.distributed.rpc": (
         "_init_rpc_states _is_current_rpc_agent_set _reset_current_rpc_agent _update_group_membership"
     ),
+    "torch.Tensor": "_version",
     "torch.nn.Module": "_buffers _forward_hooks _forward_pre_hooks _orig_mod _parameters",
     "torch.nn.modules": "_NormBase _global_forward_hooks _global_forward_pre_hooks",
 }

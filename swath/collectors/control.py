@@ -195,17 +195,13 @@ class Control(ABC):
         return {index: saved.get(index, any_of_them) for index in self._pool.indices}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Go on with the saved counters and weights, in new episodes with new ids."""
+        """Go on with the saved counters and weights, in new episodes with new ids; or refuse, and change nothing."""
         self._must_be_open()
         if self._free is not None and self.num_workers > 1:
             raise RuntimeError("This collector runs in the background: load the state before start().")
-        missing = [key for key in self._state_keys if key not in state_dict]
-        if missing:
-            raise KeyError(
-                f"This is no state of a collector such as {type(self).__name__}: it has no {', '.join(missing)}."
-            )
-        states = self._saved_states(state_dict)
         with self._at_rest():
+            self.check_state_dict(state_dict, strict)
+            states = self._saved_states(state_dict)
             numbers = self._roster.renumbered(state_dict.get("traj_pool", 0))
             load = EngineJob.load_state_dict
             requests = {i: Call(load, (state, strict, numbers.get(i))) for i, state in states.items()}
@@ -219,6 +215,18 @@ class Control(ABC):
             if "trajectories" in state_dict:
                 self._episodes.load_state_dict(state_dict["trajectories"])
                 self._episodes.drop()  # their episodes cannot be gone on with
+
+    def check_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Raise what would keep a state from being loaded, by any worker; nothing is changed."""
+        missing = [key for key in self._state_keys if key not in state_dict]
+        if missing:
+            raise KeyError(
+                f"This is no state of a collector such as {type(self).__name__}: it has no {', '.join(missing)}."
+            )
+        states = self._saved_states(state_dict)
+        if "trajectories" in state_dict:
+            Episodes().load_state_dict(state_dict["trajectories"])
+        self._ask_each({i: Call(EngineJob.check_state_dict, (state, strict)) for i, state in states.items()})
 
     @property
     def _frames(self) -> int:

@@ -45,10 +45,11 @@ class FreeRunning:
         delivery: Delivery,
         name: str,
         finish: Callable[[], object],
+        begin: Callable[[], None],
         take: Callable[[list[Part]], None] | None = None,
     ) -> None:
-        """Make ready; `finish` is called in the thread when all is collected, `take` for what is delivered."""
-        self._delivery, self._finish, self._take = delivery, finish, take
+        """Make ready; in the thread `begin` is called for every batch, `take` when it is there, `finish` at the end."""
+        self._delivery, self._finish, self._begin, self._take = delivery, finish, begin, take
         self._name = name
         self._turn = threading.Condition()
         self._resters: list[int] = []
@@ -74,6 +75,7 @@ class FreeRunning:
     def _run(self) -> None:
         try:
             while self._may_go_on():
+                self._begin()
                 parts = self._delivery.next(in_bulk=True)
                 if parts is None:
                     self._finish()

@@ -283,12 +283,13 @@ class BaseCollector(Control, IterableDataset[Any]):
         free.take_over(before)
         self._delivery, pool = free, self._pool
         self._roster.watch(pool, free)
-        if self._sink is None:
+        notice, sink = self._weights.notice_training, self._sink
+        if sink is None:
             call = Call(EngineJob.finish_episodes)
-            self._free = FreeRunning(free, repr(self), lambda: pool.ask(dict.fromkeys(pool.indices, call), ""))
+            self._free = FreeRunning(free, repr(self), lambda: pool.ask(dict.fromkeys(pool.indices, call), ""), notice)
         else:
-            self._free = FreeRunning(free, repr(self), self._sink.finish, self._sink.take)
-            self._sink.stopping = self._free.is_wanted
+            self._free = FreeRunning(free, repr(self), sink.finish, notice, sink.take)
+            sink.stopping = self._free.is_wanted
         if isinstance(self.config.replay_buffer, ReplayBuffer):
             self.config.replay_buffer.attach(self)
         self._weights.free = self._free

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from swath.weights import Publisher, WeightLayout, flat_weights, for_worker, lay
 
 Each = dict[int, dict[str, Any]]
 """States, or weights, of each worker."""
+SEVERAL = 3
+"""After so many batches between which the policy has changed it is being trained."""
 
 
 class WeightsControl:
@@ -46,6 +49,9 @@ class WeightsControl:
         self._when, self._interval, self._batches = update_when, interval, 0
         self.free: FreeRunning | None = None
         """The thread in which the collector runs, once it is started."""
+        self._is_published = interval is not None or not isinstance(given_policy, nn.Module)
+        """Whether somebody sees to it that workers get new weights, or there are none."""
+        self._changes, self._last_change = -1, -1
 
     @property
     def version(self) -> int:
@@ -54,6 +60,8 @@ class WeightsControl:
 
     def at_batch(self, when: str) -> None:
         """Publish the policy's weights, if that is due "before" or "after" this batch."""
+        if when == "before":
+            self.notice_training()
         if self._interval is None or self._when != when:
             return
         self._batches += 1
@@ -73,9 +81,31 @@ class WeightsControl:
             yield
             self._publisher.release()
 
+    @property
+    def _acts_with_copy(self) -> bool:
+        """Whether what is trained here is seen by nobody who acts."""
+        return True
+
+    def notice_training(self) -> None:
+        """Warn once if the policy is being trained, over several batches, and none of it is published."""
+        if self._is_published or not self._acts_with_copy:
+            return
+        change = sum(p._version for p in self._given.parameters() if not p.is_inference())
+        if change != self._last_change:  # torch counts what is done to a tensor in place, as by an optimizer
+            self._last_change, self._changes = change, self._changes + 1
+        if self._changes >= SEVERAL:
+            self._is_published = True
+            warnings.warn(
+                f"{self._pool.name}: the policy is being trained, but nothing of it was published: batches are "
+                "collected by a copy of it that has the weights of the beginning. Call "
+                "collector.update_policy_weights_() after each training step (or pass update_at_each_batch=True, where "
+                "there is that argument); if that is what you want, call it once. This is said only once.",
+                stacklevel=2,
+            )
+
     def update(self, requested: Mapping[str, Any], chosen: Sequence[int] | None = None) -> None:
         """Publish `{model id: source}`, to all workers or some: all of it or, if something does not fit, nothing."""
-        everyone = self._pool.indices
+        everyone, self._is_published = self._pool.indices, True
         if chosen is None and all(for_worker({m: source}, -1) for m, source in requested.items()):
             ready = {model_id: self._named(model_id, source) for model_id, source in requested.items()}
             with self._publication():
@@ -124,9 +154,15 @@ class WeightsControl:
 
     def increment(self) -> None:
         """Publish the weights that workers have under the next version."""
+        self._is_published = True
         with self._publication():
             if self._publisher.knows(POLICY_ID):
                 self._publisher.publish(POLICY_ID, {}, self._pool.indices)
+
+    @property
+    def _layout(self) -> WeightLayout | None:
+        """Of the workers' policy, if it has weights."""
+        return self._publisher.layout(POLICY_ID) if self._publisher.knows(POLICY_ID) else None
 
     def publish_first(self, layout: WeightLayout | None, may_differ: bool) -> None:
         """Version 0: all workers act with the same weights, also where each has made its own policy."""
@@ -141,15 +177,24 @@ class WeightsControl:
         else:
             state: Any = self._pool.ask({0: Call(EngineJob.state_dict)}, "policy")[0]
             weights = state["policy_state_dict"]
-            if isinstance(given, nn.Module):  # it was lazy until a worker has called it
-                layer, prefix = list(layers_of(given))[-1], layout.prefixes[-1]
-                layer.load_state_dict({name.removeprefix(prefix): w for name, w in weights.items()})
+            self._restore(weights, layout)  # it was lazy until a worker has called it
         self._publisher.publish(POLICY_ID, layout.named(weights), self._pool.indices)
         self._publisher.release()
 
+    def _restore(self, weights: Mapping[str, Any], layout: WeightLayout, strict: bool = True) -> None:
+        """Load weights of the workers' policy into the user's, if there is one."""
+        if isinstance(self._given, nn.Module):
+            layer, prefix = list(layers_of(self._given))[-1], layout.prefixes[-1]
+            layer.load_state_dict({name.removeprefix(prefix): w for name, w in weights.items()}, strict=strict)
+
     def loaded(self, states: Each, version: int) -> None:
-        """Workers have loaded a state: publish its weights, so that workers to come get them too."""
+        """Workers have loaded a state: publish its weights, so that workers to come get them too.
+
+        The user's policy takes them as well: otherwise the next update would undo the load.
+        """
         weights = {i: state["policy_state_dict"] for i, state in states.items() if "policy_state_dict" in state}
+        if weights and self._layout is not None:
+            self._restore(weights[min(weights)], self._layout, strict=False)
         if not weights or not self._publisher.knows(POLICY_ID):
             self._publisher.version = version
             return
@@ -171,6 +216,7 @@ class InPlaceWeights(WeightsControl):
 
     def update(self, requested: Mapping[str, Any], chosen: Sequence[int] | None = None) -> None:
         """Update the engine, if it is meant."""
+        self._is_published = True
         mine = for_worker(requested, self._worker)
         if not mine or (chosen is not None and self._worker not in chosen):
             return
@@ -193,6 +239,15 @@ class InPlaceWeights(WeightsControl):
                     load_weights(engine.model_to_load(model_id), weights)
         self._take_now()
 
+    @property
+    def _acts_with_copy(self) -> bool:
+        return self._engine.policy is not self._engine.given_policy
+
+    @property
+    def _layout(self) -> WeightLayout | None:
+        policy = self._engine.policy
+        return WeightLayout.of(policy) if self._acts_with_copy and isinstance(policy, nn.Module) else None
+
     def _take_now(self) -> None:
         if self.free is None or not self.free.is_busy:  # otherwise they are adopted between two batches
             self._pool.ask(dict.fromkeys(self._pool.indices, Call(EngineJob.adopt)), "new weights")
@@ -205,6 +260,7 @@ class InPlaceWeights(WeightsControl):
 
     def increment(self) -> None:
         """Count one version up."""
+        self._is_published = True
         with self._publication():
             self._engine.version = self._publisher.version
 

@@ -211,6 +211,10 @@ class EngineJob(Reflection):
             self.engine.renumber(number)
         self._report()
 
+    def check_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+        """Raise what would keep a state from being loaded; nothing is changed."""
+        self.engine.check_state_dict(state, strict)
+
     def layout_of(self, model_id: str) -> WeightLayout:
         """What the weights of a model look like."""
         return WeightLayout.of(self.engine.find_model(model_id))

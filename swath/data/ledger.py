@@ -256,6 +256,8 @@ class Ledger:
 
     def _write_off(self, slot: int) -> None:
         """Count what a writer left unfinished, and clear its note."""
+        if not self.capacity:  # this process has not looked at the rows yet: one that has will see to it
+            return
         positions = np.arange(self._begins[slot], min(int(self._ends[slot]), self.head))
         if len(positions):
             unfinished = int((self.stamps[positions % self.capacity] != positions + 1).sum())

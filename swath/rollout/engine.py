@@ -29,6 +29,7 @@ from swath.modules import PolicyClientModule, RandomPolicy, as_policy
 from swath.rollout.as_ready import AsReadyLoop
 from swath.rollout.buffer_writer import BufferWriter
 from swath.rollout.loop import Interruptor, LoopSettings, Receipt, RolloutLoop
+from swath.rollout.randomness import Randomness
 from swath.rollout.slots import Arena, Slot, batch_of
 from swath.runtime import compiler
 from swath.runtime.columns import Columns
@@ -400,13 +401,33 @@ class Engine:
             state["policy_state_dict"] = weights
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Go on with the saved weights and streams, in new episodes with new ids."""
+    def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Raise what would keep `state` from being loaded; nothing is changed."""
+        for name in ("env_state_dict", "traj_pool"):
+            if name not in state:
+                raise KeyError(f"This is no state of an engine: it has no {name!r}.")
+        Randomness(self.settings.policy_device).load_state_dict(state.get("randomness"))
+        if "unwritten" in state:
+            Episodes().load_state_dict(state["unwritten"])
+        if isinstance(self.policy, nn.Module):  # only it knows what fits: what is refused may have been loaded in part
+            own = {name: copy.deepcopy(weight) for name, weight in self.policy.state_dict().items()}
+            try:
+                self._load_weights(state, strict)
+            finally:
+                self.policy.load_state_dict(own)
+        else:
+            self._load_weights(state, strict)
+
+    def _load_weights(self, state: Mapping[str, Any], strict: bool) -> None:
         weights = state.get("policy_state_dict")
         if weights is not None:
             if not isinstance(self.policy, nn.Module):
                 raise ValueError("The state holds weights, but this collector's policy has none.")
             self.policy.load_state_dict(weights, strict=strict)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Go on with the saved weights and streams, in new episodes with new ids."""
+        self._load_weights(state, strict)
         self.version = state.get("policy_version", 0)
         self._loop.randomness.load_state_dict(state.get("randomness"))
         with self._loop.randomness.applied():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from common import actor, buffer, first_steps, ids_of, net, rows, saved, until
 from inside import take_in_news
-from kinds import ALL, ASYNC, ASYNC_HERE, HERE, MIXED, SINGLE, SYNC, SYNC_HERE, Kind, Make, over
+from kinds import ALL, AS_READY, ASYNC, ASYNC_HERE, HERE, MIXED, SINGLE, SYNC, SYNC_HERE, Kind, Make, over
 from torch import nn
 
 from swath.collectors import PolicyVersion
@@ -99,6 +99,29 @@ def test_weights_after_a_load(make: Make) -> None:
         batch = second.next()
     assert (batch["action"] == 6.0).all()
     assert (batch["policy_version"] == 6).all()
+
+
+@over(ALL)
+def test_the_trainers_policy_is_restored_too(make: Make) -> None:
+    """Otherwise the next update would undo the load."""
+    first = make(None, net(1.0))
+    first.update_policy_weights_(net(3.0))
+    policy = net(0.0)
+    second = make(None, policy)
+    second.load_state_dict(saved(first.state_dict()))
+    assert policy.module.bias.tolist() == [3.0, 3.0]
+    second.update_policy_weights_()
+    for _ in range(4):
+        assert (second.next()["action"] == 3.0).all()
+
+
+@over([SINGLE, AS_READY])
+def test_the_trainers_policy_is_restored_where_a_copy_acts(make: Make, kind: Kind) -> None:
+    first, policy = make(None, net(3.0)), net(0.0)
+    second = make(None, policy, replay_buffer=buffer())
+    second.start()
+    second.load_state_dict(saved(first.state_dict()))
+    assert policy.module.bias.tolist() == [3.0, 3.0]
 
 
 @over([SYNC_HERE])
@@ -295,6 +318,38 @@ def test_weights_of_another_policy_are_refused_unless_not_strict(make: Make) -> 
     with pytest.raises(RuntimeError, match="bias"):
         make(None, nn.Linear(3, 2)).load_state_dict(state)
     make(None, nn.Linear(3, 2)).load_state_dict(state, strict=False)
+
+
+def without_bias(state: dict[str, Any]) -> None:
+    del state["policy_state_dict"]["module.bias"]
+
+
+def other_shape(state: dict[str, Any]) -> None:
+    state["policy_state_dict"]["module.bias"] = torch.zeros(5)
+
+
+def other_stream(state: dict[str, Any]) -> None:
+    state["randomness"] = {"noise": torch.zeros(3, dtype=torch.uint8), "cpu": None, "cuda": None}
+
+
+@pytest.mark.parametrize("spoil", [without_bias, other_shape, other_stream, lambda state: state.pop("traj_pool")])
+@over(ALL)
+def test_a_state_that_is_refused_changes_nothing(make: Make, kind: Kind, spoil: Any) -> None:
+    """Neither in the worker that refuses it, nor in those whose part of it is good, nor here."""
+    state = saved(make(None, net(7.0)).state_dict())
+    collector = make(None, policy := net(1.0))
+    collector.next()
+    spoil(state["worker1"] if kind.workers else state)
+    before = collector.stats()
+    with pytest.raises((RuntimeError, KeyError)):
+        collector.load_state_dict(state)
+    assert policy.module.bias.tolist() == [1.0, 1.0]
+    assert collector.stats()["frames"] == before["frames"]
+    for _ in range(4):
+        assert (collector.next()["action"] == 1.0).all()
+    collector.reset()
+    for _ in range(4):
+        assert (collector.next()["action"] == 1.0).all()
 
 
 def test_weights_of_a_state_and_policies_without(make: Make) -> None:

@@ -6,13 +6,15 @@ import copy
 import os
 import signal
 import time
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from common import ONES, WAIT_S, Pair, buffer, net, rows, set_to, until
 from inside import exchange_policy
-from kinds import ALL, ASYNC, ASYNC_HERE, HERE, MIXED, SINGLE, SPREAD, SYNC, SYNC_HERE, Kind, Make, over
+from kinds import ALL, ASYNC, ASYNC_HERE, HERE, MIXED, SINGLE, SPREAD, STARTED, SYNC, SYNC_HERE, Kind, Make, over
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
@@ -657,3 +659,59 @@ def test_publishing_does_not_wait_for_a_stopped_worker(make: Make) -> None:
     finally:
         os.kill(pid, signal.SIGCONT)
     until_acts(collector, 500.0)
+
+
+# -- training that nobody publishes ----------------------------------------------------------------------------------
+
+
+def train(policy: Any) -> None:
+    with torch.no_grad():
+        policy.module.bias.add_(1.0)
+
+
+def told_between(collector: Any, between: Callable[[], Any], batches: int = 8) -> list[str]:
+    """What is warned of while batches are collected, and something is done between each two."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(batches):
+            collector.next()
+            between()
+    return [str(one.message) for one in caught if "published" in str(one.message)]
+
+
+def told_beside(collector: Any, meanwhile: Callable[[], Any]) -> list[str]:
+    """The same of a collector that was started: until something is said, and a while after."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        until(lambda: meanwhile() or caught)
+        frames = collector.stats()["frames"]
+        until(lambda: meanwhile() or collector.stats()["frames"] > frames + 5000)
+    return [str(one.message) for one in caught if "published" in str(one.message)]
+
+
+@over((SYNC_HERE, ASYNC_HERE, *SPREAD, STARTED))
+def test_training_that_is_never_published_is_told_once(make: Make, kind: Kind) -> None:
+    policy = net()
+    told = (told_beside if kind.starts else told_between)(make(None, policy), lambda: train(policy))
+    assert len(told) == 1
+    assert "collector.update_policy_weights_()" in told[0]
+
+
+@over((SYNC_HERE, SINGLE))
+def test_nothing_is_told_where_nothing_is_wrong(make: Make, kind: Kind) -> None:
+    policy = net()
+    assert not told_between(make(None, policy), lambda: None), "it is not trained"
+    collector = make(None, policy)
+    assert not told_between(collector, lambda: (train(policy), collector.update_policy_weights_()))
+    if kind.workers:
+        assert not told_between(make(None, policy, update_at_each_batch=True), lambda: train(policy))
+        assert not told_between(make(None, policy_factory=net), lambda: train(policy))
+    else:
+        assert not told_between(make(None, policy), lambda: train(policy)), "the very policy acts"
+
+
+def test_a_collector_that_was_started_acts_with_a_copy(make: Make, kind: Kind) -> None:
+    policy = net()
+    collector = make(None, policy, replay_buffer=buffer(batch_size=16))
+    collector.start()
+    assert len(told_beside(collector, lambda: train(policy))) == 1
