@@ -20,6 +20,8 @@ SAME_NAMES = {
     "utils.py": "torchrl.envs.utils and torchrl.collectors.utils, which users of TorchRL import",
 }
 THIRD_PARTY = {
+    "atexit": "_clear _run_exitfuncs",
+    "multiprocessing": "_children _exit_function _finalizer_registry",
     "os": "_exit",
     "subprocess": "_args_from_interpreter_flags",
     "tensordict": "_generator _generator_key _kwargs _new_unsafe",
@@ -30,6 +32,7 @@ THIRD_PARTY = {
     ),
     "torch.nn.Module": "_buffers _forward_hooks _forward_pre_hooks _orig_mod _parameters",
     "torch.nn.modules": "_NormBase _global_forward_hooks _global_forward_pre_hooks",
+    "weakref.finalize": "_exitfunc _registry",
 }
 """Private attributes of others that there is no public way to."""
 ALLOWED = {name for names in THIRD_PARTY.values() for name in names.split()}

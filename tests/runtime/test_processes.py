@@ -9,6 +9,7 @@ import pickle
 import signal
 import stat
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -232,6 +233,24 @@ def test_warnings_are_forwarded(start_workers: Start, shows_all: bool) -> None:
     assert isinstance(started, Started)
     assert texts[-1] == "ours"
     assert [text.startswith("not ours (") for text in texts] == ([True, False] if shows_all else [False])
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_warnings_of_classes_that_cannot_be_imported(start_workers: Start, is_known: bool) -> None:
+    """Those of the user's script come back as what they are, those that a worker has made as what they derive from."""
+    MyWarning = type("MyWarning", (UserWarning,), {"__module__": "__main__"})
+
+    def warn(link: Link) -> None:
+        kind = MyWarning
+        if not is_known:
+            kind = type("Own", (MyWarning,), {"lock": threading.Lock(), "__module__": "__main__"})
+        warnings.warn("mine", kind, stacklevel=1)
+
+    (_, told), (_, started) = hear(start_workers(Doing(begin=warn), warns=True), 2)
+    assert isinstance(started, Started), started
+    assert isinstance(told, Warned)
+    assert told.category is MyWarning
+    assert told.text.startswith("mine" if is_known else "Own: mine")
 
 
 def test_another_descriptor_can_be_watched(start_workers: Start) -> None:
