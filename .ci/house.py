@@ -21,7 +21,7 @@ SAME_NAMES = {
 }
 THIRD_PARTY = {
     "atexit": "_clear _run_exitfuncs",
-    "multiprocessing": "_children _exit_function _finalizer_registry",
+    "multiprocessing": "_children _exit_function _finalizer_registry _resource_tracker _stop",
     "os": "_exit",
     "subprocess": "_args_from_interpreter_flags",
     "tensordict": "_generator _generator_key _kwargs _new_unsafe",

@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing import util
+from multiprocessing import resource_tracker, util
 from typing import Any
 
 from swath.errors import ChannelClosedError
@@ -105,7 +105,10 @@ def run(end: socket.socket) -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # a closed pipe
                 stream.flush()
-        kin.end(lambda: kin.descendants_of([os.getpid()]))
+        # Trackers end with those who use them: with us at last.
+        kin.end(lambda: [pid for pid in kin.descendants_of([os.getpid()]) if not kin.is_tracker(pid)])
+        with contextlib.suppress(Exception):  # it may be that of the process that has forked us
+            resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
         os._exit(code)
 
 

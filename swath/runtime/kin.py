@@ -4,7 +4,8 @@ NOTE [Kin]: an env may start processes of its own: a simulator, a pool of `multi
 Each worker leads a session, so that signals for the group of the user's program reach neither it nor them. A worker
 that ends in order kills what is left of its kin itself. If it was killed, they become children of the server, which has
 asked the system for that, and kills them; if the user's process has ended, the server kills all that stems from it.
-What cannot be found is what has left the session of a forked worker (`mp_start_method="fork"`), which has no server.
+A worker with `mp_start_method="fork"` has no server: if it dies, only its group is found, and if the user's process is
+killed, nobody is there to end what its envs have started.
 """
 
 from __future__ import annotations
@@ -56,13 +57,14 @@ def end(find: Callable[[], list[int]]) -> None:
         if taken > LONGEST_S:
             return
         for pid in alive:
-            if taken > TRACKER_S or not _is_tracker(pid):
+            if taken > TRACKER_S or not is_tracker(pid):
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.002)
 
 
-def _is_tracker(pid: int) -> bool:
+def is_tracker(pid: int) -> bool:
+    """Whether it is what `multiprocessing` starts to remove what is left behind."""
     try:
         return TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

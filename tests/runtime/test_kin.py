@@ -10,7 +10,7 @@ import subprocess
 import time
 import weakref
 from collections.abc import Callable
-from multiprocessing import resource_tracker, util
+from multiprocessing import resource_tracker, shared_memory, util
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,23 @@ def test_what_a_worker_has_started_ends_with_it(start_workers: Start, method: st
     if carrier.workers:
         hear(carrier, 1)
     until(lambda: all(map(is_gone, pids)), 5)
+
+
+@pytest.mark.parametrize("end", [end_in_order, kill])
+def test_shared_memory_of_an_env_is_removed(start_workers: Start, end: Any) -> None:
+    """By what `multiprocessing` has started for that, in the worker: it is not killed before."""
+
+    def begin(link: Link) -> str:
+        link.kept = shared_memory.SharedMemory(create=True, size=8)  # type: ignore[attr-defined]
+        return str(link.kept.name)  # type: ignore[attr-defined]
+
+    carrier = start_workers(Doing(begin=begin))
+    ((_, started),) = hear(carrier, 1)
+    path = Path("/dev/shm") / started.description  # type: ignore[union-attr, operator]
+    assert path.exists()
+    end(carrier)
+    hear(carrier, 1)
+    until(lambda: not path.exists(), 5)
 
 
 def test_a_server_that_is_killed_leaves_no_group(start_workers: Start) -> None:
