@@ -145,6 +145,19 @@ def test_the_server_is_stopped(start_workers: Start) -> None:
         process.resume()
 
 
+def test_a_server_that_is_killed_while_a_worker_is_started(start_workers: Start) -> None:
+    """Another takes its place; it had seemed to be there when it was asked."""
+    carrier, process = start_workers(workers=1), server()
+    process.suspend()
+    thread = threading.Thread(target=carrier.start, args=(0, Doing()))
+    thread.start()
+    time.sleep(0.3)
+    process.kill()
+    thread.join(30)
+    assert hear(carrier, 1) == [(0, Started("ready"))]
+    assert server().pid != process.pid
+
+
 @pytest.mark.parametrize("begin", [sleep, sleep_deaf])
 def test_workers_that_do_not_hear_are_ended(start_workers: Start, begin: Any) -> None:
     carrier = start_workers(Doing(begin=begin), Doing())
