@@ -21,6 +21,8 @@ SAME_NAMES = {
     "utils.py": "torchrl.envs.utils and torchrl.collectors.utils, which users of TorchRL import",
 }
 THIRD_PARTY = {
+    "atexit": "_clear _run_exitfuncs",
+    "multiprocessing": "_children _exit_function _finalizer_registry _resource_tracker _stop",
     "os": "_exit",
     "subprocess": "_args_from_interpreter_flags",
     "sys": "_current_frames",
@@ -34,6 +36,7 @@ THIRD_PARTY = {
     "torch.Tensor": "_version",
     "torch.nn.Module": "_buffers _forward_hooks _forward_pre_hooks _orig_mod _parameters",
     "torch.nn.modules": "_NormBase _global_forward_hooks _global_forward_pre_hooks",
+    "weakref.finalize": "_exitfunc _registry",
 }
 """Private attributes of others that there is no public way to."""
 ALLOWED = {name for names in THIRD_PARTY.values() for name in names.split()}

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 import threading
+import time
 import traceback
 import warnings
 import weakref
@@ -30,7 +32,8 @@ from swath.runtime.supervision import Patience
 
 REST_S = 60.0
 """How long a step may take while a caller waits for the collector to rest."""
-STOP_S = 5.0
+STOP_S, EXIT_S = 5.0, 1.0
+"""How long a thread may take to end, and how long all may at the end of the program."""
 ATTEND_S = 0.05
 """How often workers are attended to while they rest."""
 SWITCH_S = 0.0001
@@ -199,6 +202,7 @@ class FreeRunning:
             return True
         self._thread.join(STOP_S if timeout_s is None else timeout_s)
         if self._thread.is_alive():
+            _running.discard(self)  # at the end of the program it is not waited for again
             warnings.warn(
                 f"{self._name} did not end in time: a step of its env or policy still runs, and its thread is left "
                 "behind.",
@@ -249,6 +253,16 @@ class _Switching:
             if not cls._users:
                 sys.setswitchinterval(cls._before)
 
+    @classmethod
+    def begin_in_child(cls) -> None:
+        """A forked child has none of the threads, of which one may have held the lock."""
+        if cls._users:
+            sys.setswitchinterval(cls._before)
+        cls._lock, cls._users = threading.Lock(), 0
+
+
+os.register_at_fork(after_in_child=_Switching.begin_in_child)
+
 
 _running: weakref.WeakSet[FreeRunning] = weakref.WeakSet()
 _failed: set[FreeRunning] = set()
@@ -258,7 +272,8 @@ _failed: set[FreeRunning] = set()
 @atexit.register
 def _stop_all() -> None:
     """A thread that runs while the interpreter is taken down may crash it."""
+    deadline = time.monotonic() + EXIT_S
     for running in list(_running):
-        running.stop()
+        running.stop(max(0.0, deadline - time.monotonic()))
     for running in list(_failed):
         running.complain()

@@ -106,6 +106,7 @@ class MultiCollector(BaseCollector):
             method=config.mp_start_method or "forkserver",
             threads=config.num_sub_threads,
             warns=not swath.filter_warnings_subprocess,
+            start_s=config.start_timeout_s,
         )
 
     def _share_buffer(self) -> None:

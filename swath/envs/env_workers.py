@@ -74,7 +74,9 @@ class EnvWorkers(EnvSupervisor):
             threads_of = self._thread_carrier = ThreadCarrier(len(self.shares))
             carrier: ThreadCarrier | ProcessCarrier = threads_of
         else:
-            carrier = ProcessCarrier(len(self.shares), method=method, threads=threads)
+            carrier = ProcessCarrier(
+                len(self.shares), method=method, threads=threads, start_s=supervision.start_timeout_s
+            )
             orders = Columns.shared({"order": Leaf((), torch.int32)}, (count,))
             self._orders = orders.arrays["order"]
             self._boards = [OrderBoard(orders, Event()) for _ in self.shares]

@@ -17,6 +17,7 @@ from swath.modules.inference_forward import Leaves, Outputs, RequestLayout
 from swath.modules.inference_wire import KINDS, Desk, Opened, Refused
 from swath.runtime.channel import Channel
 from swath.runtime.faults import Failure
+from swath.runtime.liveness import watch
 
 
 class Request:
@@ -112,7 +113,7 @@ class Connection:
     def claim(self, pid: int) -> None:
         """The process `pid` is at the other end."""
         with contextlib.suppress(OSError):  # it is gone already, or of another namespace
-            self.watched = os.pidfd_open(pid)
+            self.watched = watch(pid)
         if self._claimed is not None:
             self._claimed()
         if self._kept is not None:

@@ -213,7 +213,7 @@ class ProcessHost:
         self._made = (policy, policy_factory, settings)
         self.version = version
         self._pool: Pool[Work] = Pool(
-            ProcessCarrier(1, method=method, threads=threads),
+            ProcessCarrier(1, method=method, threads=threads, start_s=start_timeout_s),
             1,
             self,
             Supervision(start_timeout_s=start_timeout_s),

@@ -25,6 +25,7 @@ from torch import Tensor
 from swath.entries import trainable, trusted
 from swath.keys import Key
 from swath.runtime.columns import Columns
+from swath.runtime.descriptors import is_scarce
 
 SPARE_SLOTS = 2
 """Free slots that are kept for later; more than that is what a consumer once held and has let go."""
@@ -144,7 +145,8 @@ class Arena:
     """Hands out free slots of one layout.
 
     A consumer may keep any number of batches, but a process may only have so many descriptors. So, where there are
-    many slots in shared memory, the descriptor of one that is delivered is closed, and it is not used again.
+    many slots in shared memory, or little is left of what the process may have, the descriptor of one that is
+    delivered is closed, and it is not used again.
     """
 
     def __init__(self, allocate: Callable[[int], Columns], batch_size: Iterable[int]) -> None:
@@ -179,6 +181,7 @@ class Arena:
 
     def delivered(self, slot: Slot) -> None:
         """All that is to be written to the slot has been."""
-        if slot.memory.block is not None and len(self) > FEW:
-            slot.memory.block.release()
+        block = slot.memory.block
+        if block is not None and (len(self) > FEW or is_scarce(block.fd)):
+            block.release()
             slot.is_retired = True

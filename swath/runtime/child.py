@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import multiprocessing
@@ -11,16 +12,21 @@ import signal
 import socket
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker, util
 from typing import Any
 
 from swath.errors import ChannelClosedError
+from swath.runtime import kin
 from swath.runtime.carrier import Failed, Warned
 from swath.runtime.channel import Channel
 from swath.runtime.faults import Failure
 
 PR_SET_PDEATHSIG = 1
+END_S = 10.0
+"""How long the end of a worker may take if nobody ends it before: what runs then is not ours."""
 Target = Callable[[Channel], None]
 
 
@@ -57,10 +63,31 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def leave_behind(parent: int | None) -> None:
+    """In a process that was forked to be a worker: begin a life of its own, which ends with that of `parent`.
+
+    What was to be done at the end of the process that it was forked from is not done here, too.
+    """
+    os.setsid()  # see NOTE [Kin]
+    if parent is not None:
+        die_with_parent(parent)
+    atexit._clear()
+    util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    for finaliser in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finaliser.atexit = False
+    atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
+    atexit.register(util._exit_function)  # type: ignore[attr-defined]
+    multiprocessing.process._children.clear()  # type: ignore[attr-defined]
+    multiprocessing.current_process().daemon = False  # envs may have processes of their own
+
+
 def run(end: socket.socket) -> None:
     """Be a worker at this end of a channel, to the end of the process."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # whatever the thread has blocked that has started us
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    atexit.register(_end_children)
     code = 1
     try:
         code = _run(Channel(end))
@@ -71,10 +98,24 @@ def run(end: socket.socket) -> None:
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, END_S)
+        with contextlib.suppress(BaseException):
+            atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # a closed pipe
                 stream.flush()
+        # Trackers end with those who use them: with us at last.
+        kin.end(lambda: [pid for pid in kin.descendants_of([os.getpid()]) if not kin.is_tracker(pid)])
+        with contextlib.suppress(Exception):  # it may be that of the process that has forked us
+            resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
         os._exit(code)
+
+
+def _end_children() -> None:
+    """Before `multiprocessing` waits for those that are no daemons: nothing outlives a worker."""
+    for process in multiprocessing.active_children():
+        process.terminate()
 
 
 def _run(channel: Channel) -> int:
@@ -99,7 +140,11 @@ def _enter(surroundings: Surroundings, channel: Channel) -> None:
         if os.path.isdir(surroundings.directory):
             os.chdir(surroundings.directory)
     sys.argv[:] = surroundings.argv
-    settle(lambda warned: channel.send(warned, timeout_s=0.0), surroundings.threads, surroundings.warns_itself)
+
+    def tell(warned: Warned) -> None:
+        channel.send(warned, by_value=True, timeout_s=0.0)  # a class of the user's script comes back as what it was
+
+    settle(tell, surroundings.threads, surroundings.warns_itself)
 
 
 def settle(tell: Callable[[Warned], object], threads: int, warns_itself: bool) -> None:
@@ -123,9 +168,13 @@ def _forward_warnings(tell: Callable[[Warned], object], all_of_them: bool) -> No
         ours = category.__module__.partition(".")[0] == __name__.partition(".")[0]
         if ours or all_of_them:
             text = str(message) if ours else f"{message} ({filename}:{lineno})"
-            try:
-                tell(Warned(category, text))
-            except (OSError, ValueError, TypeError, AttributeError):  # nobody listens, or a category of their own
+            for kind in category.__mro__:  # the first that can be sent: some classes are of this process alone
+                try:
+                    tell(Warned(kind, text if kind is category else f"{category.__name__}: {text}"))
+                except OSError:  # nobody listens
+                    return
+                except Exception:
+                    continue
                 return
 
     warnings.showwarning = show  # type: ignore[assignment]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+KEPT = 0.75
+"""Up to which part of the descriptors that a process may have we keep some for later."""
 _leaving: ContextVar[list[int] | None] = ContextVar("leaving", default=None)
 _arriving: ContextVar[list[int]] = ContextVar("arriving")
 
@@ -80,6 +83,15 @@ def claim(place: int) -> int:
     arriving = _arriving.get()
     fd, arriving[place] = arriving[place], -1
     return fd
+
+
+def is_scarce(fd: int) -> bool:
+    """Whether descriptors had become few when `fd` was made.
+
+    The system gives out the lowest number that is free: it tells how many there were, whoever has them.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return limit != resource.RLIM_INFINITY and fd >= KEPT * limit
 
 
 def is_packing() -> bool:

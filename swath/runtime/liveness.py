@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
+PIDFD_OPEN = 434
+"""The number of the system call, the same on all machines."""
 UNKNOWN = 0
 """The birth of a process where the system does not tell."""
+
+
+def watch(pid: int) -> int:
+    """A descriptor that becomes readable when the process `pid` ends; OSError where the system has no such thing.
+
+    Some interpreters were built where there was none, and run where there is.
+    """
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    fd = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_OPEN, pid, 0)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    os.set_inheritable(fd, False)
+    return int(fd)
 
 
 def state_of(pid: int) -> list[str]:

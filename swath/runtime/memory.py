@@ -4,14 +4,17 @@ NOTE [Unnamed memory]: a block is an open file that has no name: a memfd, or a f
 Whoever was handed the descriptor can map it, nobody else can find it, and the system frees it when the last process
 that has it ends, however it ends. Nothing can be left behind. Descriptors travel through the channels of our own
 workers, or through the sockets of `multiprocessing` to processes that it has started; a forked child simply has them.
+Where the system refuses memfds, as the rules of some containers do, the file lies in /dev/shm.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import mmap
 import os
+import resource
 import tempfile
 from multiprocessing import reduction
 from pathlib import Path
@@ -23,6 +26,10 @@ from swath.runtime.descriptors import Descriptor, is_packing
 
 PAGE = mmap.PAGESIZE
 LINE = 64
+SHM = "/dev/shm"
+"""Where files lie in memory."""
+MFD_CLOEXEC = 1
+"""As the system knows it."""
 
 
 class Block(Descriptor):
@@ -94,14 +101,41 @@ _FAILED = ctypes.c_void_p(-1).value
 class MemoryBlock(Block):
     """A block in memory."""
 
+    _is_file = False
+
     def __init__(self, size: int = 0) -> None:
-        if not hasattr(os, "memfd_create"):
-            raise RuntimeError(
-                "Memory that processes share without leaving names behind needs memfd_create, which this system has "
-                "not (Linux has): share in another way, or collect in one process."
-            )
-        super().__init__(os.memfd_create("swath", os.MFD_CLOEXEC))
+        try:
+            fd = _memfd()
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                what = f"This process may have {limit} files open, and has: no more memory can be shared. Allow more"
+                raise OSError(errno.EMFILE, f"{what} (ulimit -n), or have fewer workers.") from error
+            with tempfile.TemporaryFile(dir=SHM if os.path.isdir(SHM) else None) as file:
+                fd, self._is_file = os.dup(file.fileno()), True
+        super().__init__(fd)
         self.resize(size)
+
+    def resize(self, size: int) -> None:
+        """Make room for `size` bytes. A file takes it at once: to write where there is none would end the process."""
+        super().resize(size)
+        if self._is_file and size:
+            try:
+                os.posix_fallocate(self.fd, 0, size)
+            except OSError as error:
+                what = f"There is no room for {size} bytes of shared memory in {SHM} ({error.strerror})"
+                raise OSError(error.errno, f"{what}: make it larger, in a container by --shm-size=.") from error
+
+
+def _memfd() -> int:
+    """A file in memory. Some interpreters were built where there was no such thing, and run where there is."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("swath", os.MFD_CLOEXEC)
+    fd = _libc.memfd_create(b"swath", MFD_CLOEXEC) if hasattr(_libc, "memfd_create") else -1
+    if fd < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(fd)
 
 
 class PrivateBlock(Block):

@@ -4,7 +4,11 @@ NOTE [Shutdown]: a worker is asked to end through its channel. One that does not
 does not even then is killed: the three steps together have a deadline, whatever the worker does. A worker that is
 stopped (SIGSTOP) hears nothing, so that for it the first two steps are left out. Ending twice is harmless. What nobody
 has ended is ended when the interpreter exits, and what the interpreter could not end, because it was killed, the system
-does: see NOTE [Processes].
+does: see NOTE [Processes] and NOTE [Kin].
+
+NOTE [Forks of the user's process]: a child that is forked there while another thread starts a worker would find a lock
+that nobody releases, and would keep descriptors by which both sides tell that the other has ended. So a fork waits
+until nothing is half started, which takes milliseconds. The child begins without servers and workers.
 """
 
 from __future__ import annotations
@@ -20,22 +24,25 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Iterable
 from multiprocessing import connection
 from typing import Any
 
 from swath.errors import ChannelClosedError
+from swath.runtime import kin
 from swath.runtime import server as server_module
 from swath.runtime.channel import Channel, pack
-from swath.runtime.child import Surroundings, Target, die_with_parent, run
+from swath.runtime.child import Surroundings, Target, leave_behind, run
+from swath.runtime.descriptors import Descriptor
 from swath.runtime.interrupts import Section
-from swath.runtime.liveness import state_of
+from swath.runtime.liveness import state_of, watch
 
 METHODS = ("forkserver", "spawn", "fork")
 PRELOADED = ("swath.collectors",)
 """What workers need, and what takes seconds to import: named, not imported, as it stands above us."""
-START_S = 60.0
+START_S = 300.0
 """How long a server may take to import torch, on a loaded machine, and a worker to be forked."""
 ASK, TERMINATE = 0.6, 0.8
 """Up to which part of the time for shutting down workers are asked, and terminated; then they are killed."""
@@ -44,16 +51,21 @@ ASK, TERMINATE = 0.6, 0.8
 class Process:
     """A worker process, seen from the one that has started it. When it ends, its `sentinel` becomes readable."""
 
-    def __init__(self, pid: int, channel: Channel, sentinel: int, *, is_own_child: bool) -> None:
+    def __init__(self, pid: int, channel: Channel, sentinel: Descriptor, *, is_own_child: bool) -> None:
         self.pid = pid
         self.channel = channel
-        self.sentinel = sentinel
+        self._sentinel = sentinel
         self.exitcode: int | None = None
         self._has_ended = False
         self._is_own_child = is_own_child
         self._owner = os.getpid()
         self._asking = Section()
         _processes.add(self)
+
+    @property
+    def sentinel(self) -> int:
+        """For `poll`; -1 once it is known how the process has ended."""
+        return self._sentinel.fd
 
     @property
     def is_alive(self) -> bool:
@@ -72,13 +84,17 @@ class Process:
         """Whether it has ended, within `timeout_s`; then `exitcode` tells how."""
         if self._has_ended or os.getpid() != self._owner:
             return True
-        if not connection.wait([self.sentinel], timeout_s):
+        sentinel = self.sentinel
+        if sentinel >= 0 and not connection.wait([sentinel], timeout_s):  # else another thread has waited
             return False
         with self._asking:
             if not self._has_ended:  # another thread may have asked too
                 self.exitcode = self._status()
                 self._has_ended = True
-                os.close(self.sentinel)
+                self._sentinel.release()
+                if self._is_own_child or self.exitcode is None:  # otherwise its server has seen to that
+                    with contextlib.suppress(OSError):
+                        os.killpg(self.pid, signal.SIGKILL)
         return True
 
     def _status(self) -> int | None:
@@ -87,23 +103,39 @@ class Process:
                 return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             except ChildProcessError:  # somebody else has asked
                 return None
-        status = os.read(self.sentinel, server_module.STATUS.size)
-        return None if len(status) < server_module.STATUS.size else int(server_module.STATUS.unpack(status)[0])
+        return _told(self._sentinel)
 
     def signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless it has ended. A child of ours is killed together with what stems from it."""
         if self.is_alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+            also = kin.descendants_of([self.pid]) if self._is_own_child and number == signal.SIGKILL else []
+            for pid in (self.pid, *also):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
 
-def start(target: Target, method: str = "forkserver", threads: int = 1, warns_itself: bool = False) -> Process:
-    """A process that runs `target` with its end of a channel. Both ends are closed with their processes."""
+def start(
+    target: Target,
+    method: str = "forkserver",
+    threads: int = 1,
+    warns_itself: bool = False,
+    timeout_s: float = START_S,
+) -> Process:
+    """A process that runs `target` with its end of a channel, within `timeout_s` for its server to be ready.
+
+    Both ends are closed with their processes.
+    """
     packed = pack(target, by_value=True)  # first: if that cannot be, nothing is started
     if method not in METHODS:
         raise ValueError(f"The start method must be one of {METHODS}, got {method!r}.")
-    channel, end = Channel.pair()
-    process = _forked(channel, end) if method == "fork" else _served(channel, end, method)
+    if method == "fork" and threads > 1 and _may_have_used_openmp():
+        warnings.warn(
+            "A fork of a process that has used OpenMP waits for ever where it uses several threads. Workers have one "
+            f"thread for torch, not {threads}: to give them more, leave mp_start_method at 'forkserver'.",
+            stacklevel=2,
+        )
+        threads = 1
+    process = _forked() if method == "fork" else _served(method, time.monotonic() + timeout_s, timeout_s)
     authkey = bytes(multiprocessing.current_process().authkey)
     surroundings = Surroundings(
         dict(os.environ), _here(), list(sys.path), list(sys.argv), authkey, threads, warns_itself
@@ -114,6 +146,16 @@ def start(target: Target, method: str = "forkserver", threads: int = 1, warns_it
     return process
 
 
+def _may_have_used_openmp() -> bool:
+    """Whether there are threads here that Python has not made; to whom they belong the system does not tell."""
+    import torch
+
+    try:
+        return torch.get_num_threads() > 1 and len(os.listdir("/proc/self/task")) > threading.active_count()
+    except OSError:
+        return torch.get_num_threads() > 1
+
+
 def _here() -> str:
     try:
         return os.getcwd()
@@ -121,50 +163,67 @@ def _here() -> str:
         return ""
 
 
-def _served(channel: Channel, end: socket.socket, method: str) -> Process:
-    sentinel, status = os.pipe()
-    try:
-        request = server_module.EXEC if method == "spawn" else server_module.FORK
-        _server(method).request(request, [end.fileno(), status])
-    finally:
-        end.close()
-        os.close(status)
-    pid = _pid(sentinel)
+def _served(method: str, deadline: float, timeout_s: float) -> Process:
+    with _starting:  # see NOTE [Forks of the user's process]
+        channel, end = Channel.pair()
+        sentinel, status = map(Descriptor, os.pipe())
+        try:
+            server = _server(method)
+            server.request(server_module.EXEC if method == "spawn" else server_module.FORK, [end.fileno(), status.fd])
+        finally:
+            end.close()
+            status.release()
+    if not connection.wait([sentinel.fd], max(0.0, deadline - time.monotonic())):
+        raise TimeoutError(
+            f"The server that starts worker processes has not answered within start_timeout_s={timeout_s:g} s: it "
+            "imports torch and swath first, and is slow in that, or it is stopped."
+        )
+    pid = _told(sentinel)
+    if pid is None:
+        was_killed = server.end() < 0
+        if was_killed or server.has_served:  # perhaps for want of memory: another may fare better
+            return _served(method, deadline, timeout_s)
+        raise RuntimeError("The server that starts worker processes has ended: what it wrote to stderr tells why.")
+    server.has_served = True
+    if pid < 0:
+        raise OSError(-pid, f"No worker process could be started: {os.strerror(-pid)}.")
     return Process(pid, channel, sentinel, is_own_child=False)
 
 
-def _pid(sentinel: int) -> int:
-    told = os.read(sentinel, server_module.STATUS.size) if connection.wait([sentinel], START_S) else b""
-    if len(told) < server_module.STATUS.size:
-        os.close(sentinel)
-        raise RuntimeError(
-            "The server that starts worker processes has ended, or does not answer: what it wrote to stderr tells why."
-        )
-    pid = int(server_module.STATUS.unpack(told)[0])
-    if pid < 0:
-        os.close(sentinel)
-        raise OSError(-pid, f"No worker process could be started: {os.strerror(-pid)}.")
-    return pid
+def _told(sentinel: Descriptor) -> int | None:
+    """The next thing that a server tells of a worker; None if it has ended."""
+    told = os.read(sentinel.fd, server_module.STATUS.size)
+    return int(server_module.STATUS.unpack(told)[0]) if len(told) == server_module.STATUS.size else None
 
 
-def _forked(channel: Channel, end: socket.socket) -> Process:
+def _forked() -> Process:
     """A fork of this very process, with all that it has: for those who want that."""
     is_main = threading.current_thread() is threading.main_thread()
     parent = os.getpid()
-    pid = os.fork()
+    with _starting:
+        channel, end = Channel.pair()
+        sentinel, held = map(Descriptor, os.pipe())
+        pid = os.fork()
+        if pid:
+            end.close()
+            held.release()
     if not pid:
         try:
-            if is_main:  # the system watches the thread that forks; others may end before the process does
-                die_with_parent(parent)
+            # The system watches the thread that forks; others may end before the process does.
+            leave_behind(parent if is_main else None)
+            os.register_at_fork(after_in_child=held.release)
             run(end)
         finally:
             os._exit(1)
-    end.close()
-    return Process(pid, channel, os.pidfd_open(pid), is_own_child=True)
+    with contextlib.suppress(OSError):  # where the system has no such thing, the pipe must do, whose end it holds
+        sentinel = Descriptor(watch(pid))
+    return Process(pid, channel, sentinel, is_own_child=True)
 
 
 class _Server:
     """The server's handle: see NOTE [Processes]."""
+
+    has_served = False
 
     def __init__(self, preloaded: Iterable[str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -180,6 +239,8 @@ class _Server:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env={**os.environ, **single},
+            cwd=None if _here() else "/",
+            start_new_session=True,  # signals for the group of this process are not for it
         )
         theirs.close()
 
@@ -189,16 +250,22 @@ class _Server:
     def request(self, kind: bytes, fds: list[int]) -> None:
         """Ask for a worker; the pipe for its status, among `fds`, tells whether the server has answered."""
         streams = [_stream(1), _stream(2)]
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(ConnectionError):
             socket.send_fds(self._control, [kind], [*fds, *streams])
         for fd in streams:
             os.close(fd)
 
-    def end(self) -> None:
-        """Let it see that nobody is there any more."""
+    def end(self) -> int:
+        """Let it see that nobody is there any more, and wait; how it has ended.
+
+        One that does not listen yet has no workers.
+        """
         self.close()
+        if not self.has_served:
+            self._popen.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(1.0)
+            return self._popen.wait(1.0)
+        return 0
 
     def close(self) -> None:
         self._control.close()
@@ -213,15 +280,14 @@ def _stream(fd: int) -> int:
 
 
 _servers: dict[str, _Server] = {}
-_starting = threading.Lock()
+_starting = threading.RLock()
 
 
 def _server(method: str) -> _Server:
-    with _starting:
-        found = _servers.get(method)
-        if found is None or not found.is_usable():
-            found = _servers[method] = _Server(PRELOADED if method == "forkserver" else ())
-        return found
+    found = _servers.get(method)
+    if found is None or not found.is_usable():
+        found = _servers[method] = _Server(PRELOADED if method == "forkserver" else ())
+    return found
 
 
 def end_all(processes: Iterable[Process], goodbye: Any, timeout_s: float) -> None:
@@ -250,7 +316,7 @@ def _remaining(processes: list[Process], deadline: float, unless_stopped: bool =
     while alive and (left := deadline - time.monotonic()) > 0:
         if unless_stopped and all(process.is_stopped for process in alive):
             break
-        connection.wait([process.sentinel for process in alive], min(left, 0.25))
+        connection.wait([fd for process in alive if (fd := process.sentinel) >= 0], min(left, 0.25))
         alive = [process for process in alive if process.is_alive]
     return alive
 
@@ -263,9 +329,10 @@ def _forget_in_child() -> None:
     for server in _servers.values():
         server.close()
     _servers.clear()
+    _starting.release()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_forget_in_child)
 
 
 @atexit.register

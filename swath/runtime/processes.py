@@ -24,7 +24,7 @@ from swath.runtime.carrier import Ended, Finished, Message, News, Order, Place, 
 from swath.runtime.channel import Channel
 from swath.runtime.columns import Columns, Leaf
 from swath.runtime.interrupts import Section
-from swath.runtime.process import Process, end_all, start
+from swath.runtime.process import START_S, Process, end_all, start
 from swath.runtime.session import Session
 from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore
 from swath.runtime.watch import FdWatch
@@ -53,18 +53,19 @@ class ProcessCarrier:
         method: str = "forkserver",
         threads: int = 1,
         warns: bool = False,
+        start_s: float = START_S,
     ) -> None:
         """Begin without workers: there will be so many at most, and they report `fields`.
 
         They are started by a `method` of `process.METHODS`, with so many `threads` for torch in each; `warns` if they
-        may show all warnings, not only those of this library.
+        may show all warnings, not only those of this library. What starts them may take `start_s` to be ready.
         """
         self._processes: dict[int, Process] = {}
         """Replaced, never changed: other threads may be looking."""
         board = self._board = Board(workers, fields)
         self.interrupt, self.resume, self.heartbeat = board.interrupt, board.resume, board.heartbeat
         self.report, self.unreported_steps = board.report, board.unreported_steps
-        self._method, self._threads, self._warns = method, threads, warns
+        self._start_options = (method, threads, warns, start_s)
         self._watch = FdWatch()
         self._section = Section()
         self._by_fd: dict[int, int] = {}
@@ -87,7 +88,7 @@ class ProcessCarrier:
             end_all([former], Stop(), 0.0)
         self._board.clear(index)
         self._known[index] = set()
-        process = start(WorkerProcess(index, task, self._board), self._method, self._threads, self._warns)
+        process = start(WorkerProcess(index, task, self._board), *self._start_options)
         with self._section:
             self._processes = dict(sorted({**self._processes, index: process}.items()))
             for fd in (process.channel.fileno(), process.sentinel):

@@ -6,8 +6,11 @@ one thread that has imported torch and swath and does nothing but fork, started 
 script is not imported again: what a worker is made for comes through its channel, by value.
 
 Everything between the processes is a socket or pipe without a name. The server ends when its socket says that the
-user's process has ended, however it ended; the system then kills the workers (`die_with_parent`), also in the middle of
-a long step. A worker that ends is reaped by the server, which tells how it ended through a pipe: the worker's sentinel.
+user's process has ended, however it ended, and kills the workers, also in the middle of a long step; if it is killed
+itself, the system does (`die_with_parent`). A worker that ends is reaped by the server, which tells how it ended
+through a pipe: the worker's sentinel. What signals the user's process ignores, blocks or gets with its group (Ctrl-C, a
+scheduler's SIGTERM, a terminal's SIGHUP) concerns neither server nor workers: they end when that process wants it, or
+has ended. See also NOTE [Kin].
 """
 
 from __future__ import annotations
@@ -20,12 +23,17 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Iterable
 from typing import Any
+
+from swath.runtime import kin
 
 STATUS = struct.Struct("<q")
 FORK, EXEC = b"f", b"x"
 FDS = 4
 """Per request: the worker's end of its channel, the pipe for its status, and its stdout and stderr."""
+LOOK_S = 1.0
+"""How often it is looked for processes that have lost their parent while its worker lives."""
 EXECUTED = """import sys; sys.path[:] = {path!r}
 import os, socket; from swath.runtime.child import run
 os.set_inheritable({fd}, False)
@@ -35,6 +43,8 @@ run(socket.socket(fileno={fd}))"""
 def main(control: int, preloaded: list[str]) -> None:
     """Serve the process at the other end of the socket `control`, until it ends; import `preloaded` before."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the thread that has started us may have blocked some
+    kin.adopt_orphans()
     if preloaded:
         _preload(preloaded)
     _Forker(control).serve()
@@ -43,8 +53,10 @@ def main(control: int, preloaded: list[str]) -> None:
 class _Forker:
     def __init__(self, control: int) -> None:
         self._control = socket.socket(fileno=control)
-        self._children: dict[int, int] = {}
+        self._workers: dict[int, int] = {}
         """The pipes for the status of each."""
+        self._adopted: set[int] = set()
+        """Processes that belong to living workers, although none of them is their parent."""
         self._woken, wakes = os.pipe()
         for fd in (self._woken, wakes):
             os.set_blocking(fd, False)
@@ -53,8 +65,11 @@ class _Forker:
         self._wakes = wakes
 
     def serve(self) -> None:
+        poll = select.poll()  # not `select`, which knows no descriptor above 1,023
+        for fd in (self._control.fileno(), self._woken):
+            poll.register(fd, select.POLLIN)
         while True:
-            ready, _, _ = select.select([self._control.fileno(), self._woken], [], [])
+            ready = [fd for fd, _ in poll.poll(LOOK_S * 1000 if self._workers else None)]
             if self._woken in ready:
                 with contextlib.suppress(BlockingIOError):
                     while os.read(self._woken, 512):
@@ -63,21 +78,37 @@ class _Forker:
             if self._control.fileno() in ready:
                 request, fds, _, _ = socket.recv_fds(self._control, 1, FDS, socket.MSG_CMSG_CLOEXEC)
                 if not request:
+                    kin.end(lambda: kin.descendants_of([os.getpid()]))
                     os._exit(0)
                 self._start(request, fds)
 
     def _reap(self) -> None:
-        while self._children:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if not pid:
-                return
-            if pid in self._children:
-                pipe = self._children.pop(pid)
-                _tell(pipe, os.waitstatus_to_exitcode(status))
-                os.close(pipe)
+        ended: dict[int, int] = {}
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                if found[0] in self._workers:
+                    ended[found[0]] = found[1]
+        pipes = {pid: self._workers.pop(pid) for pid in ended}
+        if ended:
+            kin.end(lambda: self._orphans(ended))
+            for pid in ended:  # where the system does not tell whose children there are
+                with contextlib.suppress(OSError):
+                    os.killpg(pid, signal.SIGKILL)
+        self._adopted = set(kin.children_of(os.getpid())) - set(self._workers)
+        for pid, pipe in pipes.items():
+            _tell(pipe, os.waitstatus_to_exitcode(ended[pid]))
+            os.close(pipe)
+
+    def _orphans(self, ended: Iterable[int]) -> list[int]:
+        """What is left of workers that have ended: in the session of one, or just become our child."""
+        found = []
+        for pid in set(kin.children_of(os.getpid())) - set(self._workers):
+            with contextlib.suppress(OSError):
+                session = os.getsid(pid)
+                is_new = session not in self._workers and (pid not in self._adopted or not self._workers)
+                if session in ended or is_new:
+                    found.append(pid)
+        return found + kin.descendants_of(found)
 
     def _start(self, request: bytes, fds: list[int]) -> None:
         channel, status, out, err = fds
@@ -94,7 +125,7 @@ class _Forker:
                 os._exit(1)
         _tell(status, pid)
         if pid > 0:
-            self._children[pid] = status
+            self._workers[pid] = status
         for fd in (channel, out, err, *([status] if pid < 0 else [])):
             os.close(fd)
 
@@ -102,14 +133,14 @@ class _Forker:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._control.close()
-        for fd in (self._woken, self._wakes, *self._children.values()):
+        for fd in (self._woken, self._wakes, *self._workers.values()):
             os.close(fd)
         for target, fd in zip((1, 2), streams, strict=True):
             os.dup2(fd, target, inheritable=True)
             os.close(fd)
-        from swath.runtime.child import die_with_parent, run
+        from swath.runtime.child import leave_behind, run
 
-        die_with_parent(server)
+        leave_behind(server)
         if request == EXEC:
             os.set_inheritable(channel, True)
             code = EXECUTED.format(path=sys.path, fd=channel)

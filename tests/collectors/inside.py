@@ -141,11 +141,6 @@ def resting(collector: Any, timeout_s: float) -> AbstractContextManager[Any]:
     return collector._free.resting(timeout_s)
 
 
-def stop_waiting_after(seconds: float) -> None:
-    """How long a thread that does not end is waited for at the end of a program."""
-    free_running.STOP_S = seconds
-
-
 def steps_made(env: Any) -> int:
     """How many steps a counting env with one lane has made in its episode."""
     return int(env._count)

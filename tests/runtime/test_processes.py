@@ -9,6 +9,7 @@ import pickle
 import signal
 import stat
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -144,6 +145,19 @@ def test_the_server_is_stopped(start_workers: Start) -> None:
         process.resume()
 
 
+def test_a_server_that_is_killed_while_a_worker_is_started(start_workers: Start) -> None:
+    """Another takes its place; it had seemed to be there when it was asked."""
+    carrier, process = start_workers(workers=1), server()
+    process.suspend()
+    thread = threading.Thread(target=carrier.start, args=(0, Doing()))
+    thread.start()
+    time.sleep(0.3)
+    process.kill()
+    thread.join(30)
+    assert hear(carrier, 1) == [(0, Started("ready"))]
+    assert server().pid != process.pid
+
+
 @pytest.mark.parametrize("begin", [sleep, sleep_deaf])
 def test_workers_that_do_not_hear_are_ended(start_workers: Start, begin: Any) -> None:
     carrier = start_workers(Doing(begin=begin), Doing())
@@ -232,6 +246,24 @@ def test_warnings_are_forwarded(start_workers: Start, shows_all: bool) -> None:
     assert isinstance(started, Started)
     assert texts[-1] == "ours"
     assert [text.startswith("not ours (") for text in texts] == ([True, False] if shows_all else [False])
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_warnings_of_classes_that_cannot_be_imported(start_workers: Start, is_known: bool) -> None:
+    """Those of the user's script come back as what they are, those that a worker has made as what they derive from."""
+    MyWarning = type("MyWarning", (UserWarning,), {"__module__": "__main__"})
+
+    def warn(link: Link) -> None:
+        kind = MyWarning
+        if not is_known:
+            kind = type("Own", (MyWarning,), {"lock": threading.Lock(), "__module__": "__main__"})
+        warnings.warn("mine", kind, stacklevel=1)
+
+    (_, told), (_, started) = hear(start_workers(Doing(begin=warn), warns=True), 2)
+    assert isinstance(started, Started), started
+    assert isinstance(told, Warned)
+    assert told.category is MyWarning
+    assert told.text.startswith("mine" if is_known else "Own: mine")
 
 
 def test_another_descriptor_can_be_watched(start_workers: Start) -> None:

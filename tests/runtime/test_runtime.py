@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import signal
@@ -374,7 +375,25 @@ def test_page_aligned(offset: int, aligned: int) -> None:
     assert page_aligned(offset) == aligned
 
 
-def test_a_system_without_memfd_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(RuntimeError, match="memfd_create"):
+def test_memory_without_memfds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In /dev/shm there may be too little room: that is told before anything is written."""
+
+    def refuse(*args: object) -> int:
+        raise PermissionError(errno.EPERM, "refused")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    block = MemoryBlock(8)
+    block.array((1,), "int64")[:] = 7
+    assert Block(os.dup(block.fd)).array((1,), "int64") == 7
+    assert os.readlink(f"/proc/self/fd/{block.fd}").startswith("/dev/shm/")
+    with pytest.raises(OSError, match=r"no room for .* in /dev/shm"):
+        MemoryBlock(1 << 50)
+
+
+def test_no_descriptor_is_left_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(OSError, match="ulimit -n"):
         MemoryBlock(8)

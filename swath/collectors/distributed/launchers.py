@@ -192,7 +192,8 @@ def launcher(config: DistributedConfig, kind: WireKind) -> Launch:
     threads, warns = config.num_sub_threads, not swath.filter_warnings_subprocess
     if config.launcher == "mp" or (config.launcher is None and not shutil.which("sbatch")):
         method = config.mp_start_method or "forkserver"
-        return Launch(lambda index: NodeProcess(start(NodeProgram(kind), method, threads, warns), kind))
+        options = (method, threads, warns, config.start_timeout_s)
+        return Launch(lambda index: NodeProcess(start(NodeProgram(kind), *options), kind))
     meeting, begin, finish = way_of(config)
     surroundings = Surroundings({}, "", sys.path, sys.argv, b"", threads, warns, is_elsewhere=True)
 

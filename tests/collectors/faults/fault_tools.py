@@ -21,12 +21,11 @@ import psutil
 import torch
 from children import is_gone
 from common import WAIT_S, buffer, net, steps_of, until
-from inside import stop_waiting_after
 from kinds import ASYNC, FALLIBLE, SINGLE, STARTED, SYNC, Kind
 
 from swath.testing import CountingGymEnv
 
-__all__ = ["ASYNC", "FALLIBLE", "SINGLE", "STARTED", "SYNC", "buffer", "net", "steps_of", "stop_waiting_after", "until"]
+__all__ = ["ASYNC", "FALLIBLE", "SINGLE", "STARTED", "SYNC", "buffer", "net", "steps_of", "until"]
 """Also what programs need, which import all that is here."""
 
 LONG = bool(os.environ.get("SWATH_LONG"))
