@@ -222,7 +222,7 @@ class Episodes:
                 self.dropped += end - first
             else:
                 piece = rows[lane, first:end]
-                running.pieces.append(piece.clone() if self._copies else piece)
+                running.pieces.append(_copied(piece) if self._copies else piece)
                 self._held += end - first
             if is_last:
                 del self._running[name]
@@ -329,6 +329,13 @@ def cut_off(episode: TensorDictBase) -> TensorDictBase:
         mark[-1] = True
         marked.get(NEXT).set(key, mark)
     return marked
+
+
+def _copied(piece: TensorDictBase) -> TensorDictBase:
+    try:
+        return piece.clone()
+    except NotImplementedError:  # it adds zero to tensors on a device, which torch cannot do for every type
+        return piece.apply(torch.clone)
 
 
 def _joined(pieces: list[TensorDictBase]) -> TensorDictBase:
