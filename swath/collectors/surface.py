@@ -159,7 +159,7 @@ class BaseCollector(Control, IterableDataset[Any]):
         if not self.config.return_same_td:
             return batch
         if self._same is None:
-            self._same = batch.clone()
+            self._same = batch.apply(torch.clone)
         elif self._same.shape == batch.shape:
             self._same.update_(batch)
         else:  # a shorter one, as the last may be

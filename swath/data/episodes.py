@@ -256,7 +256,7 @@ class Episodes:
         for pieces in (*self._ready, *(running.pieces for running in self._running.values())):
             for number, stretch in enumerate(pieces):
                 if stretch.chunk in sparse:
-                    pieces[number] = Stretch(Chunk(stretch.slice().clone()), 0, len(stretch))
+                    pieces[number] = Stretch(Chunk(stretch.slice().apply(torch.clone)), 0, len(stretch))
 
     def _warn_of(self, running: _Running) -> None:
         """Say once that frames may pile up."""
@@ -285,7 +285,7 @@ class Episodes:
             chunk.live -= end - first
         if form == "padded":
             return _padded(episodes)
-        return _joined(stretches).clone() if self._copies and len(stretches) == 1 else _joined(stretches)
+        return _joined(stretches).apply(torch.clone) if self._copies and len(stretches) == 1 else _joined(stretches)
 
     def forget(self, source: int) -> None:
         """Give up the running episodes of `source`, which will not be continued; it begins anew if it comes again."""

@@ -21,7 +21,7 @@ from swath.data.stored_episodes import episodes_in
 from swath.errors import NothingToSampleError, ShapeError, check_foreign_arguments
 from swath.keys import Key, as_key
 from swath.runtime import Block, MemoryBlock, ProcessLock
-from swath.runtime.columns import Columns, array_of, nbytes, tensor_of
+from swath.runtime.columns import Columns, array_of, nbytes, tensor_of, writable
 from swath.runtime.memory import page_aligned
 
 ARGUMENTS = ("max_size", "scratch_dir", "device", "ndim", "existsok")
@@ -233,7 +233,8 @@ class TensorStorage(Storage):
         with self.ledger.hiding(flat.numpy() % self.ledger.capacity):
             for key, entry in entries.items():
                 tensor = self._columns.tensors[key]
-                tensor[flat.to(tensor.device)] = entry.detach().reshape(-1, *tensor.shape[1:]).to(tensor)
+                values = entry.detach().reshape(len(flat), *tensor.shape[1:]).to(tensor)
+                writable(tensor)[flat.to(tensor.device)] = writable(values)
 
     def take_apart(self, data: Any, dim: int, is_one: bool = False) -> tuple[Form, Entries, tuple[int, ...]]:
         """The form of `data`, its entries `[*dims, rows, ...]`, and `(*dims, rows)`; `dim` is that of time.

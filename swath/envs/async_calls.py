@@ -15,6 +15,7 @@ from swath.envs.env_layout import EnvLayout, JoinedEnv
 from swath.envs.parallel_worker import BEGIN, STEP, STEP_AND_BEGIN
 from swath.errors import wrong_shape
 from swath.keys import DONE, ENV_INDEX, FLAGS, IS_INIT, NEXT, TERMINATED, TRUNCATED, Key, nest
+from swath.runtime.columns import writable
 
 RESET_CALL, STEP_CALL, MAYBE_RESET_CALL, SEND_CALL = "async_reset", "async_step", "async_step_and_maybe_reset", "send"
 EnvIds = int | Sequence[int] | np.ndarray | Tensor | None
@@ -80,8 +81,9 @@ class AsyncCalls(JoinedEnv):
         """
         envs = self.end_call(SEND_CALL, min_ready, max_ready, timeout)
         stepped = self._results(envs)
-        has_stepped = ~np.isin(envs, self._begun(envs))
-        stepped *= torch.from_numpy(has_stepped).view(-1, *[1] * (stepped.ndim - 1))
+        has_begun = torch.from_numpy(np.isin(envs, self._begun(envs)))
+        for value in stepped.values(True, True):
+            writable(value)[has_begun] = 0
         root, begins = self._roots(envs)
         return root.set(IS_INIT, begins).set(NEXT, stepped)
 

@@ -35,7 +35,7 @@ from swath.envs.rows import Leaf, Rows, rows_of
 from swath.envs.serial import EnvFactory
 from swath.errors import check_foreign_arguments, wrong_shape
 from swath.keys import RESET, TERMINATED, TRUNCATED, Key
-from swath.runtime.columns import Columns
+from swath.runtime.columns import Columns, writable
 from swath.runtime.supervision import Supervision
 from swath.seeding import lane_seed, lane_seeds
 
@@ -293,7 +293,8 @@ class AsyncEnvPool(AsyncCalls):
                 raise wrong_shape(
                     key, (len(envs), *self.batch_size[1:], *leaves[key].shape), value.shape, "The actions given"
                 )
-            self._action.flat(key)[lanes] = value.detach().reshape(len(lanes), *leaves[key].shape).cpu()
+            given = value.detach().reshape(len(lanes), *leaves[key].shape).cpu()
+            writable(self._action.flat(key))[lanes] = writable(given)
         self._bound_action = None
 
     def end_call(

@@ -19,6 +19,7 @@ from swath.envs.rows import Leaf, Rows
 from swath.envs.spaces import ActionCodec, ObservationCodec, must_not_clash
 from swath.errors import ClosedError, UnsupportedEnvError, suggestion, wrong_shape
 from swath.keys import DONE, FLAGS, NEXT, RESET, REWARD, TERMINATED, TRUNCATED, Key, nest
+from swath.runtime.columns import writable
 from swath.seeding import checked_seed, lane_seed, lane_seeds, next_seed, policy_seed
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -146,7 +147,7 @@ class EnvBase(NotOfTorchRL):
             target = out.tensors[key]
             value = self._answered(answer, key, target, "_reset").detach().to(target)
             flat = (self.num_lanes, *target.shape[len(self.batch_size) :])
-            target.view(flat)[index] = value.reshape(flat)[index]
+            writable(target.view(flat))[index] = writable(value.reshape(flat)[index])
 
     def step_into(self, action: Rows, out: Rows) -> bool:
         """Step every lane with `action`; write what happened into `out`. Return whether any lane finished."""

@@ -26,6 +26,7 @@ from swath.envs.spaces import ActionCodec
 from swath.errors import PolicyError
 from swath.keys import FLAGS, Key, as_key, as_path, is_private, nest
 from swath.modules.exploration import exploring_in_modules
+from swath.runtime.columns import writable
 
 Filled = tuple[slice, slice] | Tensor
 """Which steps `[N, T]` of a slot are valid, as an index for its columns: all lanes up to one step, or a mask."""
@@ -79,7 +80,7 @@ class RandomStage(Stage):
     def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
         """Take the actions of some lanes."""
         for target, drawn in self._drawn:
-            target[lanes] = drawn[times, lanes].to(target.device)
+            writable(target)[lanes] = writable(drawn[times, lanes].to(target.device))
 
 
 class EchoStage(Stage):
@@ -98,7 +99,7 @@ class EchoStage(Stage):
     def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
         """Copy some lanes."""
         for target, source in self._pairs:
-            target[lanes] = source[lanes]
+            writable(target)[lanes] = writable(source[lanes])
 
 
 class TorchStage(Stage):
@@ -270,7 +271,7 @@ def _gather(rows: Rows, keys: Iterable[Key], lanes: np.ndarray) -> Rows:
 def _scatter(some: Rows, rows: Rows, lanes: np.ndarray) -> None:
     """Write what was gathered back to where it came from."""
     for key, value in some.tensors.items():
-        rows.flat(key)[lanes] = value
+        writable(rows.flat(key))[lanes] = writable(value)
 
 
 def ask(call: Callable[[TensorDictBase], object], request: TensorDictBase) -> TensorDictBase:

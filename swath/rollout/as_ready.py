@@ -220,4 +220,5 @@ class AsReadyLoop(RolloutLoop):
 
 def _flat(slot: Slot) -> dict[Key, Any]:
     """The columns of a slot, frame after frame."""
-    return {key: column.reshape(-1, *column.shape[2:]) for key, column in slot.columns.items()}
+    frames = slot.lanes * slot.steps
+    return {key: column.reshape(frames, *column.shape[2:]) for key, column in slot.columns.items()}

@@ -69,8 +69,9 @@ class BufferWriter:
             self._extend(batch.reshape(-1) if mask is None else batch[mask].exclude(MASK), seams)
         elif self.takes_columns and tuple(batch.shape[:-1]) == self._lanes:
             lanes = math.prod(self._lanes)
-            columns = {as_key(k): v.reshape(lanes, -1, *v.shape[batch.ndim :]) for k, v in batch.items(True, True)}
-            self._write(columns, (lanes, batch.shape[-1]))
+            shape = (lanes, batch.shape[-1])
+            columns = {as_key(k): v.reshape(*shape, *v.shape[batch.ndim :]) for k, v in batch.items(True, True)}
+            self._write(columns, shape)
         else:
             batch = batch if mask is None else batch[mask].exclude(MASK)
             if batch.ndim == 1 and self.is_flat and self.takes_columns:

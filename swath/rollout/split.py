@@ -9,6 +9,7 @@ from torch import Tensor
 
 from swath.data.episodes import find_pieces
 from swath.keys import COLLECTOR, DONE, NEXT, PADDING_ID, TRAJ_IDS, Key, as_key, as_path, nest, under
+from swath.runtime.columns import writable
 
 ID_NAME = as_path(TRAJ_IDS)[-1]
 MASK_NAME = "mask"
@@ -78,7 +79,8 @@ def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 def _fill_outside(leaf: Tensor, mask: Tensor, value: int) -> Tensor:
     """Put `value` wherever `mask` is not."""
-    return leaf.masked_fill_(~mask.view(*mask.shape, *(1,) * (leaf.ndim - mask.ndim)), value)
+    writable(leaf).masked_fill_(~mask.view(*mask.shape, *(1,) * (leaf.ndim - mask.ndim)), value)
+    return leaf
 
 
 def _done_of(rollout: TensorDictBase, done_key: Key) -> Tensor:

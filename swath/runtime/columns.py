@@ -20,7 +20,9 @@ from swath.keys import Key
 from swath.runtime.memory import Block, MemoryBlock, line_aligned
 
 PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Stand-ins, by size, for types that numpy does not know."""
+"""Stand-ins, by size, for types that numpy does not know, or that torch can do little with."""
+LIMITED = {torch.uint16, torch.uint32, torch.uint64}
+"""Types that torch can copy, but not write to by index or mask."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,11 @@ def array_of(tensor: Tensor) -> np.ndarray:
         return tensor.numpy()
     except TypeError:
         return tensor.view(PLAIN[tensor.dtype.itemsize]).numpy()
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """`tensor` over the same memory, of a type that can be written by index or mask; both sides have to be so."""
+    return tensor.view(PLAIN[tensor.dtype.itemsize]) if tensor.dtype in LIMITED else tensor
 
 
 def tensor_of(array: np.ndarray, dtype: torch.dtype) -> Tensor:
