@@ -79,11 +79,9 @@ def replacing(path: Path) -> Iterator[Callable[[Any], None]]:
             if isinstance(error, OSError):
                 return
             raise
-        for file_name in (tensors, fresh):
-            file_name.unlink(missing_ok=True)
-        for each in missing:
-            with contextlib.suppress(OSError):
-                each.rmdir()
+        for remove in (tensors.unlink, fresh.unlink, *(each.rmdir for each in missing)):
+            with contextlib.suppress(OSError):  # most are not there, and the directories not empty
+                remove()
         if isinstance(error, OSError) and error.errno is not None:
             told = f"Not saved, and what was saved before is as it was: {error.strerror}"
             raise OSError(error.errno, told, error.filename or str(tensors)) from error

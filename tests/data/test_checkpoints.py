@@ -657,6 +657,15 @@ def die_at(pipe: Any, path: Path, number: int, step: int) -> None:
     buffer_numbered(number).dumps(path)
 
 
+def test_a_file_in_the_place_of_the_directory_is_named_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "saved").write_text("something else")
+    for path in (tmp_path / "saved", tmp_path / "saved" / "deeper"):
+        with pytest.raises(OSError, match=f"Not saved.*{tmp_path}/saved"):
+            buffer_numbered(1).dumps(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["saved"]
+    assert (tmp_path / "saved").read_text() == "something else"
+
+
 def error_of(call: Callable[[], None]) -> BaseException | None:
     try:
         call()
