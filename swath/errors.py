@@ -76,6 +76,10 @@ class NothingToSampleError(SwathError, RuntimeError):
     """There is not yet what a sampler could draw from."""
 
 
+class CheckpointError(SwathError, ValueError):
+    """A saved buffer is damaged, or does not fit where it is to be loaded; the text names the file."""
+
+
 class RateLimitError(SwathError, TimeoutError):
     """Writing or sampling waited too long for the other side."""
 

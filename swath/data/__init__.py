@@ -14,9 +14,10 @@ from swath.data.tensordict_buffers import (
     TensorDictReplayBuffer,
 )
 from swath.data.writers import RoundRobinWriter, TensorDictRoundRobinWriter, Writer
-from swath.errors import NothingToSampleError, RateLimitError
+from swath.errors import CheckpointError, NothingToSampleError, RateLimitError
 
 __all__ = [
+    "CheckpointError",
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "ListStorage",

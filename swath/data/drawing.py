@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -164,11 +164,23 @@ class Drawer:
             "ahead": [draw.state_dict() for draw in (*self._undelivered, *self._next)],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Draw what would have been drawn there, with a generator of our own."""
-        self.sampler.load_state_dict(state["sampler"])
-        self.generator = torch.Generator().set_state(state["random"])
-        self._next.extend(Draw.restored(draw) for draw in state.get("ahead", ()))
+    @contextlib.contextmanager
+    def loading(self, state: Mapping[str, Any]) -> Iterator[None]:
+        """A context for what else is loaded, after which we draw what would have been drawn there.
+
+        The generator is then one of our own. If the context ends with an error, all is as it was.
+        """
+        generator = torch.Generator("cpu").set_state(state["random"])
+        ahead = [Draw.restored(draw) for draw in state.get("ahead", ())]
+        before = self.sampler.state_dict()
+        try:
+            self.sampler.load_state_dict(state["sampler"])
+            yield
+        except BaseException:
+            self.sampler.load_state_dict(before)
+            raise
+        self.generator = generator
+        self._next.extend(ahead)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: lock, pace, batches drawn ahead."""

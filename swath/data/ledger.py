@@ -23,7 +23,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -364,6 +364,14 @@ class Ledger:
     def state_dict(self) -> dict[str, int]:
         """The counters. Only while nobody writes."""
         return {name: int(self.numbers[at]) for name, at in _SAVED.items()} | {"sampled": self.delivered}
+
+    @staticmethod
+    def checked_state(state: Mapping[str, Any]) -> dict[str, int]:
+        """The counters of a saved state, or ValueError."""
+        counters = {name: state.get(name) for name in _SAVED}
+        if not all(type(value) is int and 0 <= value < 2**63 for value in counters.values()):
+            raise ValueError(f"{dict(state)} are no saved counters.")
+        return {**state}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on with saved counters. Only while nobody writes."""

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from swath.data import checkpoints
+from swath.data import checkpoint_files, checkpoints
 from swath.data.drawing import Drawer
 from swath.data.forms import Entries, Form, TensorDictForm, as_tensor
 from swath.data.pacing import Feeder, RateLimiter
@@ -370,7 +370,7 @@ class ReplayBuffer:
         return {"storage": checkpoints.storage_state(self.storage, copy), **self._drawer.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Hold what was saved, and draw from it what would have been drawn there.
+        """Hold what was saved, and draw from it what would have been drawn there; or refuse it and change nothing.
 
         The buffer then has a random generator of its own, in the state of the one that was saved.
         """
@@ -379,22 +379,25 @@ class ReplayBuffer:
             raise ValueError(
                 f"The saved buffer has a {kind} as its sampler, and this one a {type(self.sampler).__name__}."
             )
-        with self._at_rest():
+        with self._at_rest(), self._drawer.loading(state_dict):
             checkpoints.load_storage_state(self.storage, state_dict["storage"])
             self._forget_draws()
-            self._drawer.load_state_dict(state_dict)
 
     def dumps(self, path: str | Path) -> None:
         """Save to the directory `path`, beside what else is there.
 
-        What was saved there before is replaced once the new is complete.
+        What was saved there before is replaced once the new is complete and on the disk.
         """
-        with self._at_rest():
-            checkpoints.dump(self._state(copy=False), Path(path))
+        with checkpoint_files.replacing(Path(path)) as write, self._at_rest():
+            write(self._state(copy=False))
 
     def loads(self, path: str | Path) -> None:
-        """Load what `dumps` has saved; nothing in the files is ever executed."""
-        self.load_state_dict(checkpoints.load(Path(path)))
+        """Load what `dumps` has saved; nothing in the files is ever executed.
+
+        What is damaged, or does not fit, is refused with a CheckpointError that names the file. Nothing changes then.
+        """
+        with checkpoint_files.refusing(Path(path) / checkpoint_files.STATE_FILE):
+            self.load_state_dict(checkpoint_files.load(Path(path)))
 
     dump, load, save = dumps, loads, dumps
 

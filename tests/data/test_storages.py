@@ -156,6 +156,8 @@ FULL = """
         for write in (lambda: twin.load_state_dict(saved), lambda: twin.extend(data(0))):
             assert not tried(write)
             assert not storage.is_ready
+        assert not tried(lambda: buffer.dumps(disk / "deep" / "saved"))
+        assert not (disk / "deep").exists()
         (disk / "more").unlink()
         twin.load_state_dict(saved)
         assert len(twin) == 7 * lanes
@@ -177,10 +179,10 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     done = subprocess.run([*mounted, *program], capture_output=True, text=True, env=importing_env())
     assert done.returncode == 0, done.stderr or done.returncode
     told = done.stdout.splitlines()
-    assert len(told) == 4 * 3
-    for line, name in zip(told, ["frames.bin", "twin/frames.bin", "twin/frames.bin"] * 4, strict=True):
+    names = ["frames.bin", "twin/frames.bin", "twin/frames.bin", "deep/saved/replay_buffer_"]
+    for line, name in zip(told, names * 4, strict=True):
         assert f"{tmp_path}/{name}" in line
-        assert "scratch_dir" in line
+        assert ("scratch_dir" if "frames" in name else "Not saved") in line
 
 
 def test_a_full_disk_is_told_of_files_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
