@@ -338,7 +338,11 @@ class CollectorConfig(CommonConfig):
     foreign: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
         "sync": ((None,), "It collects in this process; use MultiCollector."),
         "num_collectors": ((None, 1), "It is one collector; use MultiCollector."),
-        "num_workers": ((None, 1), "It collects in this process; use MultiCollector."),
+        "num_workers": (
+            (None, 1),
+            "It collects in this process. For workers write MultiSyncCollector(make_env, policy, num_workers=..., "
+            "frames_per_batch=...); for lanes in this process, Collector(SerialEnv(4, make_env), policy, ...).",
+        ),
         "backend": ((None, "direct"), "It collects in this process, backend='direct'."),
         "backend_options": ((None, {}), "It collects in this process, where they have no meaning."),
     }
