@@ -31,8 +31,8 @@ def as_env(given: Any, kwargs: dict[str, Any] | None = None) -> EnvBase:
         must_be_maker(given)
         return as_env(_made(given, kwargs or {}))
     else:
-        expected = "Expected an environment or a function that returns one, as GymEnv('CartPole-v1'), a gymnasium env, "
-        raise no_env(given, f"{expected}or lambda: GymEnv('CartPole-v1')")
+        cure = " Pass GymEnv('CartPole-v1'), a gymnasium env, or lambda: GymEnv('CartPole-v1')."
+        raise no_env(given, "Expected an environment or a function that returns one, got", cure)
     if kwargs:
         raise RuntimeError(
             f"create_env_kwargs={kwargs!r} can only be given with a factory, not with an env that is made already "

@@ -171,14 +171,14 @@ def _factory(env: Any, kwargs: dict[str, Any], from_pixels: bool) -> Callable[[]
         def make() -> Any:
             made = env(**kwargs)
             if not isinstance(made, gym.Env | VectorEnv):
-                raise no_env(made, f"The factory {env!r} given to GymEnv must return a gymnasium env")
+                raise no_env(made, f"The factory {env!r} given to GymEnv must return a gymnasium env, not")
             return made
 
         return make
-    raise no_env(env, "GymEnv takes a registered name, a gymnasium env, or a factory of one")
+    raise no_env(env, "GymEnv takes a registered name, a gymnasium env, or a factory of one, got")
 
 
-def no_env(given: Any, wanted: str) -> UnsupportedEnvError:
+def no_env(given: Any, wanted: str, otherwise: str = "") -> UnsupportedEnvError:
     """The error for something that is `given` as an env; what looks like one is told what is missing."""
     kind, cure = type(given), ""
     if kind.__module__.partition(".")[0] == "gym":
@@ -186,7 +186,7 @@ def no_env(given: Any, wanted: str) -> UnsupportedEnvError:
         cure += "pip install shimmy[gym-v26]."
     elif hasattr(given, "reset") and hasattr(given, "step"):
         cure = f" It has reset() and step(), but is no gymnasium.Env: write class {kind.__name__}(gymnasium.Env)."
-    return UnsupportedEnvError(f"{wanted}, got {kind.__name__}: {given!r}.{cure}")
+    return UnsupportedEnvError(f"{wanted} {kind.__name__}: {given!r}.{cure or otherwise}")
 
 
 def _wrap(env: gym.Env[Any, Any], frame_skip: int | None, from_pixels: bool, pixels_only: bool) -> gym.Env[Any, Any]:
