@@ -26,11 +26,7 @@ Device: TypeAlias = str | int | torch.device
 PostProc: TypeAlias = Callable[[TensorDictBase], TensorDictBase]
 
 DEVICES = ("device", "storing_device", "policy_device", "env_device")
-OFF = {
-    "total_frames": "-1 for no end",
-    "max_frames_per_traj": "0 for no limit",
-    "init_random_frames": "0 for none",
-}
+OFF = {"total_frames": "-1 for no end", "max_frames_per_traj": "0 for no limit"}
 """Numbers that may be left out, and how."""
 MAX_WORKER = 2 ** (63 - WORKER_BITS) - 1
 
