@@ -14,6 +14,7 @@ from dataclasses import MISSING, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from swath.collectors.config import CommonConfig
+from swath.envs.adapt import must_be_maker
 from swath.errors import check_foreign_arguments, suggestion
 from swath.modules.exploration import ExplorationType
 
@@ -67,6 +68,9 @@ def understood(owner: str, kind: type[CommonConfig], args: Sequence[Any], given:
         if field.default is MISSING and field.name not in arguments:
             example = "create_env_fn" if field.name == "create_env_fn" else f"env, policy, {field.name}=1000"
             raise TypeError(f"{owner} needs the argument {field.name!r}, as in {owner}({example}).")
+    makers = arguments["create_env_fn"]
+    for maker in makers if isinstance(makers, list | tuple) else [makers]:
+        must_be_maker(maker, arguments.get("policy"))
     if arguments.get("total_frames", -1) is None:
         arguments["total_frames"] = -1
     return arguments

@@ -140,6 +140,8 @@ def _check_single(env: EnvBase) -> None:
 
 def _only_one(create_env_fn: Any) -> Any:
     if isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, str):
+        if not create_env_fn:
+            raise ValueError("create_env_fn is an empty list of 0 envs: give it an env, or one SerialEnv of several.")
         if len(create_env_fn) != 1:
             raise ValueError(
                 f"Collector runs one env (of any number of lanes), got a list of {len(create_env_fn)}. Use "

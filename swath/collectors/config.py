@@ -26,11 +26,7 @@ Device: TypeAlias = str | int | torch.device
 PostProc: TypeAlias = Callable[[TensorDictBase], TensorDictBase]
 
 DEVICES = ("device", "storing_device", "policy_device", "env_device")
-OFF = {
-    "total_frames": "-1 for no end",
-    "max_frames_per_traj": "0 for no limit",
-    "init_random_frames": "0 for none",
-}
+OFF = {"total_frames": "-1 for no end", "max_frames_per_traj": "0 for no limit"}
 """Numbers that may be left out, and how."""
 MAX_WORKER = 2 ** (63 - WORKER_BITS) - 1
 
@@ -338,7 +334,11 @@ class CollectorConfig(CommonConfig):
     foreign: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
         "sync": ((None,), "It collects in this process; use MultiCollector."),
         "num_collectors": ((None, 1), "It is one collector; use MultiCollector."),
-        "num_workers": ((None, 1), "It collects in this process; use MultiCollector."),
+        "num_workers": (
+            (None, 1),
+            "It collects in this process. For workers write MultiSyncCollector(make_env, policy, num_workers=..., "
+            "frames_per_batch=...); for lanes in this process, Collector(SerialEnv(4, make_env), policy, ...).",
+        ),
         "backend": ((None, "direct"), "It collects in this process, backend='direct'."),
         "backend_options": ((None, {}), "It collects in this process, where they have no meaning."),
     }

@@ -22,6 +22,7 @@ from swath.collectors.surface import BaseCollector
 from swath.collectors.weights_control import WeightsControl
 from swath.collectors.worker import FIELDS, BatchLayout
 from swath.data import ReplayBuffer
+from swath.envs.env_layout import difference
 from swath.errors import EndlessError
 from swath.rollout.budget import FrameBudget
 from swath.runtime.carrier import Carrier
@@ -152,7 +153,7 @@ class MultiCollector(BaseCollector):
             if wanted != given:
                 raise ValueError(
                     f"All workers must produce batches of one layout, but worker {index} ({layout.env}) differs "
-                    f"from worker 0 ({first.env}) in its {what}: {given} instead of {wanted}."
+                    f"from worker 0 ({first.env}) in its {what}: {difference(given, wanted)}."
                 )
 
     def _new_delivery(self, terms: Terms) -> Delivery:

@@ -92,7 +92,7 @@ class MultiConfig(CommonConfig):
         makers = self.create_env_fn
         if isinstance(makers, Sequence) and not isinstance(makers, str):
             if not makers:
-                raise ValueError("create_env_fn must hold at least one env factory, got an empty list.")
+                raise ValueError("create_env_fn is an empty list: give it a function for each worker, [make_env] * 4.")
             makers = list(makers)
         elif self.num_workers is None:
             raise ValueError(

@@ -15,11 +15,10 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from swath.envs.check_values import Findings, check_lengths, check_observation, kind_of, said
-from swath.envs.gym_lanes import lane_of
+from swath.envs.gym_lanes import RESET_CURE, lane_of
 from swath.envs.spaces import ActionCodec, ObservationCodec, must_not_clash
 from swath.errors import UnsupportedSpaceError
 
-RESET_CURE = "Declare reset(self, *, seed=None, options=None), and begin it with super().reset(seed=seed)."
 STEP_CURE = "step() must accept every action of action_space, in every state but after the end of an episode."
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,8 +89,20 @@ def must_agree(whole: str, layouts: Sequence[EnvLayout]) -> None:
             if wanted != given:
                 raise ValueError(
                     f"{whole} needs envs of one layout, but env {index} ({layout.name}) differs from env 0 "
-                    f"({first.name}) in its {what}: {given} instead of {wanted}."
+                    f"({first.name}) in its {what}: {difference(given, wanted)}."
                 )
+
+
+def difference(given: Any, wanted: Any) -> str:
+    """Where two layouts differ: of entries, those alone that do."""
+    if not isinstance(given, Mapping) or not isinstance(wanted, Mapping):
+        return f"{given} instead of {wanted}"
+    keys = [key for key in {**wanted, **given} if given.get(key) != wanted.get(key)]
+    return ", ".join(f"{key!r} is {_told(given.get(key))} instead of {_told(wanted.get(key))}" for key in keys)
+
+
+def _told(leaf: Leaf | None) -> str:
+    return "missing" if leaf is None else f"{leaf.dtype} {list(leaf.shape)}"
 
 
 def must_be_on_cpu(whole: str, layouts: Sequence[EnvLayout]) -> None:
@@ -126,8 +138,16 @@ def must_be_count(name: str, given: Any) -> None:
 
 def one_each(name: str, given: Any, count: int) -> list[Any]:
     """`given` for each of `count` envs, or the list of them that was given."""
+    if callable(count) or isinstance(count, Sequence):
+        raise TypeError(
+            f"num_workers comes first, then {name}, as in SerialEnv(4, make_env) or ParallelEnv(4, make_env); got "
+            f"{count!r} for it."
+        )
+    is_list = isinstance(given, Sequence) and not isinstance(given, str)
+    if is_list and not given:
+        raise ValueError(f"{name} is an empty list: give it a function for each env, as in [make_env] * 4.")
     must_be_count("num_workers", count)
-    if isinstance(given, Sequence) and not isinstance(given, str):
+    if is_list:
         if len(given) != count:
             raise ValueError(f"{name} has {len(given)} elements for num_workers={count}.")
         return list(given)

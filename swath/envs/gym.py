@@ -171,15 +171,22 @@ def _factory(env: Any, kwargs: dict[str, Any], from_pixels: bool) -> Callable[[]
         def make() -> Any:
             made = env(**kwargs)
             if not isinstance(made, gym.Env | VectorEnv):
-                raise UnsupportedEnvError(
-                    f"The factory {env!r} given to GymEnv returned {type(made).__name__}, not a gymnasium env."
-                )
+                raise no_env(made, f"The factory {env!r} given to GymEnv must return a gymnasium env, not")
             return made
 
         return make
-    raise UnsupportedEnvError(
-        f"GymEnv takes a registered name, a gymnasium env, or a factory of one, got {type(env).__name__}: {env!r}."
-    )
+    raise no_env(env, "GymEnv takes a registered name, a gymnasium env, or a factory of one, got")
+
+
+def no_env(given: Any, wanted: str, otherwise: str = "") -> UnsupportedEnvError:
+    """The error for something that is `given` as an env; what looks like one is told what is missing."""
+    kind, cure = type(given), ""
+    if kind.__module__.partition(".")[0] == "gym":
+        cure = " It is an env of the old gym: gymnasium.make('GymV26Environment-v0', env=env) takes it along, with "
+        cure += "pip install shimmy[gym-v26]."
+    elif hasattr(given, "reset") and hasattr(given, "step"):
+        cure = f" It has reset() and step(), but is no gymnasium.Env: write class {kind.__name__}(gymnasium.Env)."
+    return UnsupportedEnvError(f"{wanted} {kind.__name__}: {given!r}.{cure or otherwise}")
 
 
 def _wrap(env: gym.Env[Any, Any], frame_skip: int | None, from_pixels: bool, pixels_only: bool) -> gym.Env[Any, Any]:

@@ -29,6 +29,12 @@ from swath.keys import MASK, REWARD, TERMINATED, TRUNCATED, Key
 
 HAPPENED = (REWARD, TERMINATED, TRUNCATED)
 HINT = "swath.envs.check_env(env) tells what is wrong with a custom env."
+RESET_CURE = "Declare reset(self, *, seed=None, options=None), and begin it with super().reset(seed=seed)."
+STEP_FORM = (
+    "step() must return five values: return observation, reward, terminated, truncated, info. An env of the old gym, "
+    "which returns four, works as gymnasium.make('GymV21Environment-v0', env=env), with pip install shimmy[gym-v21]."
+)
+RESET_FORM = "reset() must return two values: return observation, info."
 
 
 class GymLanes:
@@ -54,13 +60,15 @@ class GymLanes:
         if out is not self._bound_out:
             self._bind_out(out)
         lane = -1
+        answer: Any = (None, None)
         try:
             for lane in lanes:
                 seed, self._seeds[lane] = self._seeds[lane], None
-                self._write(lane, self.envs[lane].reset(seed=seed)[0])
+                answer = self.envs[lane].reset(seed=seed)
+                self._write(lane, answer[0])
         except Exception as error:
             self.failed = lane
-            annotate(error, f"Raised in reset() of lane {lane}, {self.envs[lane]}. {HINT}")
+            annotate(error, f"Raised in reset() of lane {lane}, {self.envs[lane]}. {_reset_hint(error, answer)}")
             raise
 
     def step_into(self, action: Rows, out: Rows, lanes: Sequence[int] | None = None) -> bool:
@@ -90,7 +98,7 @@ class GymLanes:
                     finished = True
         except Exception as error:
             self.failed = lane
-            annotate(error, f"Raised in step({act!r}) of lane {lane}, {self.envs[lane]}. {HINT}")
+            annotate(error, f"Raised in step({act!r}) of lane {lane}, {self.envs[lane]}. {_step_hint(error)}")
             raise
         return finished
 
@@ -165,7 +173,7 @@ class VectorLanes:
             self._terminated[:] = terminated
             self._truncated[:] = truncated
         except Exception as error:
-            annotate(error, f"Raised in step({acts!r}) of the vector env {self.env}. {HINT}")
+            annotate(error, f"Raised in step({acts!r}) of the vector env {self.env}. {_step_hint(error)}")
             raise
         finished = np.logical_or(terminated, truncated)
         if self.idles:
@@ -233,6 +241,22 @@ def lane_of(values: Any, lane: int) -> Any:
     if isinstance(values, tuple):
         return tuple(lane_of(value, lane) for value in values)
     return values[lane]
+
+
+def _step_hint(error: Exception) -> str:
+    """What to do about an error of `step`."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    unpacks = last is not None and last.tb_frame.f_globals["__name__"].partition(".")[0] in ("swath", "gymnasium")
+    return STEP_FORM if unpacks and "unpack (expected 5" in str(error) else HINT
+
+
+def _reset_hint(error: Exception, answer: Any) -> str:
+    """What to do about an error of `reset`, which has given `answer`."""
+    if isinstance(error, TypeError) and "'seed'" in str(error):
+        return RESET_CURE
+    return HINT if isinstance(answer, tuple) and len(answer) == 2 else RESET_FORM
 
 
 def _numbers(array: np.ndarray) -> Any:

@@ -6,7 +6,7 @@ functions returned here are bound once and called every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swath.envs.draw import draw
 from swath.envs.rows import Leaf, Rows
-from swath.errors import UnsupportedSpaceError, wrong_shape
+from swath.errors import ShapeError, UnsupportedSpaceError, wrong_shape
 from swath.keys import ACTION, COLLECTOR, FLAGS, NEXT, OBSERVATION, PIXELS, RESET, REWARD, Key, as_path
 
 RESERVED = (*FLAGS, REWARD, NEXT, RESET, COLLECTOR)
@@ -116,6 +116,13 @@ def must_not_clash(observations: Iterable[Key], actions: Iterable[Key]) -> None:
                         "gymnasium.wrappers.TransformObservation or TransformAction."
                     )
             taken[path] = kind
+
+
+def _index_shapes(space: gs.Space[Any]) -> tuple[tuple[int, ...], ...]:
+    """In which shapes integers name the values of `space`, if they do."""
+    if isinstance(space, gs.MultiDiscrete):
+        return (tuple(space.nvec.shape),)
+    return ((), (1,)) if isinstance(space, gs.Discrete) else ()
 
 
 def _offsets(space: gs.MultiDiscrete) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -289,7 +296,27 @@ class ActionCodec:
                 return array, lambda given: given.astype(dtype) + starts
         elif shape == tuple(space.shape or ()):
             return array, lambda given: given.astype(dtype)
-        raise wrong_shape(entry.key, self.leaves[entry.key].shape, shape, f"The policy, for the action space {space},")
+        where = f"The policy, for the action space {space},"
+        if not integral and shape in _index_shapes(space):
+            raise ShapeError(
+                f"{where} gave {entry.key!r} as {array.dtype} of shape {shape}: what is no whole number names no "
+                f"action. Return action.long(), or scores of shape {leaf_of(entry, categorical=False).shape}, of which "
+                "the largest counts."
+            )
+        raise wrong_shape(entry.key, self.leaves[entry.key].shape, shape, where)
+
+    def index_limits(self, leaves: Mapping[Key, Leaf]) -> dict[Key, Tensor]:
+        """Of entries that name actions by integers from 0, as `leaves` says: how many there are, in the entry's shape.
+
+        All others are read as scores or as they are, so that none of their values is outside.
+        """
+        found: dict[Key, Tensor] = {}
+        for entry in self.entries:
+            leaf, scores = leaves[entry.key], leaf_of(entry, categorical=False).shape
+            if leaf.shape in _index_shapes(entry.space) and leaf.shape != scores and not leaf.dtype.is_floating_point:
+                sizes = entry.space.nvec if isinstance(entry.space, gs.MultiDiscrete) else entry.space.n  # type: ignore[attr-defined]
+                found[entry.key] = torch.as_tensor(sizes).expand(leaf.shape)
+        return found
 
     def draw(
         self, leaves: dict[Key, Leaf], steps: int, lanes: int, generator: torch.Generator | None

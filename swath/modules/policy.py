@@ -29,7 +29,7 @@ from swath.modules.exploration import ExplorationType, acting_type
 from swath.modules.plan import Composition, Planner
 from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
-from swath.modules.stages import EchoStage, Filled, RandomStage, Stage
+from swath.modules.stages import EchoStage, Filled, RandomStage, RangeStage, Stage
 
 
 def as_policy(policy: Any, env: EnvBase) -> Any:
@@ -133,6 +133,8 @@ class PolicyRunner:
         given = [key for key in self.outputs.tensors if key in present.tensors and key not in states]
         self._random: list[Stage] = [RandomStage(env.actions, self.outputs), EchoStage(present, self.outputs, given)]
         self._active: list[Stage] = []
+        self._checks: list[Stage] = [RangeStage(env.actions, self.outputs)]
+        """What is only done in the first slot in which the policy acts."""
 
     def exchange(self, policy: Any) -> None:
         """Act with `policy`, a copy of the present one with other weights, from the next slot on."""
@@ -154,9 +156,13 @@ class PolicyRunner:
                 self._plan = self._planner.plan(self.policy)
                 self._planned_for, self._composition = kind, Composition(self.policy)
             self._active = self._plan
+        checks = []
+        if not random:
+            checks, self._checks = self._checks, []
         for stage in self._active:
             stage.begin(steps, generator)
-        self._runs = [stage.run for stage in self._active]
+        self._acting = [*self._active, *checks]
+        self._runs = [stage.run for stage in self._acting]
         late = {key for stage in self._active for key in stage.late}
         return [key for key in self.outputs.tensors if key not in late]
 
@@ -183,7 +189,7 @@ class PolicyRunner:
             self.act(int(times[0]))
             return
         try:
-            for stage in self._active:
+            for stage in self._acting:
                 stage.run_on(lanes, times)
         except Exception as error:
             annotate(error, f"Raised by the policy in steps {times.tolist()} of the lanes {lanes.tolist()} of a batch.")

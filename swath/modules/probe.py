@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from swath.envs.base import EnvBase
 from swath.envs.rows import Rows
-from swath.errors import PolicyError, annotate, suggestion
+from swath.errors import PolicyError, RowCountError, annotate, suggestion
 from swath.keys import IS_INIT, Key, after, as_key, as_path, nest
 from swath.modules.exploration import acting_type
 from swath.modules.parts import Watch, Writes, overlap
@@ -126,6 +127,8 @@ class Probe:
             except Exception as error:
                 if self._names_more():
                     return self._call()
+                if isinstance(error, RuntimeError) and "batch dimension mismatch" in str(error):
+                    raise self._row_count(str(error)) from error
                 seen = ", ".join(f"{_name(k)} {v.dtype} {list(v.shape)}" for k, v in inputs.items())
                 annotate(error, f"Raised by the policy's first call, in {self._env!r}, with {seen}. {DTYPES}")
                 raise
@@ -149,6 +152,16 @@ class Probe:
         if value.dtype is torch.bfloat16:  # numpy has no such type
             value = value.float()
         return value.detach().to(self.place).clone(memory_format=torch.contiguous_format)
+
+    def _row_count(self, said: str) -> RowCountError:
+        """The error for an answer that has not a row for each lane, of which tensordict has `said` what it knows."""
+        found, lanes = re.search(r"value\.shape=torch\.Size\((\[.*?\])\)", said), list(self._present.batch_size)
+        shape = f" of shape {found[1]}" if found else ""
+        return RowCountError(
+            f"The policy's answer{shape} has not a row for each lane of {self._env!r}: "
+            f"its shape must begin with {lanes}, as that of what it reads does. Begin it with observation.shape[:-1], "
+            "or compute it from the observation."
+        )
 
     def _names_more(self) -> bool:
         """Whether a plain policy returns more than the action; the others are called output1, output2 and so on."""

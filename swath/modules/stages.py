@@ -83,6 +83,31 @@ class RandomStage(Stage):
             writable(target)[lanes] = writable(drawn[times, lanes].to(target.device))
 
 
+class RangeStage(Stage):
+    """Refuses integers that name no action. For the first slot: whoever numbers them wrongly does so from the start."""
+
+    def __init__(self, codec: ActionCodec, outputs: Rows) -> None:
+        """Look at the action entries of `outputs`."""
+        limits = codec.index_limits({key: outputs.leaf(key) for key in codec.leaves})
+        self._codec, self._all = codec, np.arange(outputs.lanes)
+        self._limits = [(key, outputs.flat(key), limit.to(outputs.flat(key).device)) for key, limit in limits.items()]
+
+    def run(self, t: int) -> None:
+        """Look at all lanes."""
+        self.run_on(self._all, self._all)
+
+    def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
+        """Look at some lanes."""
+        for key, rows, limit in self._limits:
+            outside = ((rows[lanes] < 0) | (rows[lanes] >= limit)).reshape(len(lanes), -1).any(1)
+            if bool(outside.any()):
+                lane = int(lanes[int(outside.nonzero()[0])])
+                raise ValueError(
+                    f"The policy gave {key!r} = {rows[lane].tolist()} in lane {lane}, which is not in the env's action "
+                    f"space {self._codec.space}: actions are numbered from 0, up to {(limit - 1).tolist()}."
+                )
+
+
 class EchoStage(Stage):
     """What is present, as it is: for observations that a policy writes over, when it does not act."""
 

@@ -213,6 +213,16 @@ class Engine:
 
     def _fill(self, slot: Slot, random: bool, begins: bool = True) -> Receipt:
         """Fill a slot; `begins` says whether a batch begins with it."""
+        try:
+            return self._filled(slot, random, begins)
+        except StopIteration as error:  # which would be taken for the end of the batches
+            raise RuntimeError(
+                f"{self.env!r}, its policy or a hook has raised {error!r}, which Python takes for the end of a loop. "
+                "To end an episode, return terminated=True or truncated=True from step(). "
+                f"{' '.join(getattr(error, '__notes__', ()))}"
+            ) from error
+
+    def _filled(self, slot: Slot, random: bool, begins: bool) -> Receipt:
         if self.is_closed:
             raise ClosedError("This collector is shut down; make a new one.")
         if self._paused_at is not None:

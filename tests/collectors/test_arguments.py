@@ -101,7 +101,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"total_frames": 0}, ValueError, ["total_frames", "0"]),
     ({"total_frames": -5}, ValueError, ["total_frames must be at least 1", "-1 for no end", "-5"]),
     ({"max_frames_per_traj": -3}, ValueError, ["max_frames_per_traj must be at least 1", "0 for no limit", "-3"]),
-    ({"init_random_frames": -2}, ValueError, ["init_random_frames must be at least 1", "0 for none", "-2"]),
     ({"total_frames": 1e6}, TypeError, ["total_frames", "1000000.0", "Write 1000000."]),
     ({"trajs_per_batch": 0}, ValueError, ["trajs_per_batch", "0"]),
     ({"trajs_per_write": 0}, ValueError, ["trajs_per_write", "0"]),

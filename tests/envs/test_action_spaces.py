@@ -110,10 +110,10 @@ def test_a_wrong_shape_names_key_expected_and_given(make: Any, space: Any, expec
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(("categorical", "expected"), [(False, r"\(4,\)"), (True, r"\(\)")])
-def test_floats_are_no_indices(categorical: bool, expected: str) -> None:
+@pytest.mark.parametrize("categorical", [False, True])
+def test_floats_are_no_indices(categorical: bool) -> None:
     env, _ = one(None, gs.Discrete(4), categorical_action_encoding=categorical)
-    with pytest.raises(ShapeError, match=f"{expected} was expected"):
+    with pytest.raises(ShapeError, match=r"'action' as float32 of shape \(1,\): .*action\.long\(\), or .* \(4,\)"):
         env.step(env.reset().set("action", torch.tensor([2.0])))
 
 

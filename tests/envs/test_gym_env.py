@@ -152,7 +152,7 @@ def two() -> Any:
         (CountingGymEnv(), {"num_envs": 2}, ValueError, "num_envs=2 needs a name or a factory"),
         ("CartPole-v1", {"num_envs": -1}, ValueError, "num_envs must be 0"),
         ("CartPole-v1", {"frame_skip": 0}, ValueError, "frame_skip must be at least 1"),
-        (lambda: 3, {}, UnsupportedEnvError, "returned int, not a gymnasium env"),
+        (lambda: 3, {}, UnsupportedEnvError, "must return a gymnasium env, not int"),
         (3, {}, UnsupportedEnvError, "got int"),
         ("NoSuchEnv-v0", {}, gym.error.NameNotFound, "NoSuchEnv"),
         (two, {"num_envs": 3}, ValueError, "num_envs=3 does not fit a vector env of 2"),
