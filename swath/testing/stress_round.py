@@ -215,8 +215,16 @@ class Round:
             if "forks" in acts:
                 self._agent(0.2, 1.0, self._fork)
         if "signals" in acts:
-            own = random.Random(self.random.random())
-            signal.signal(signal.SIGUSR1, lambda *_: self._guarded(self._call, own, "a signal's handler") and None)
+            own, is_handling = random.Random(self.random.random()), threading.Lock()
+
+            def handle(*_: object) -> None:
+                if is_handling.acquire(blocking=False):  # handlers that come faster than they end would pile up
+                    try:
+                        self._guarded(self._call, own, "a signal's handler")
+                    finally:
+                        is_handling.release()
+
+            signal.signal(signal.SIGUSR1, handle)
             main = threading.main_thread().ident or 0
             self._agent(0.002, 0.1, lambda _: signal.pthread_kill(main, signal.SIGUSR1))
         for act, most_s, do in (("kills", 0.7, self._kill), ("stops", 1.0, self._stop)):
