@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 
@@ -89,7 +90,7 @@ class Round:
     # -- the consumer --------------------------------------------------------------------------------------------
 
     def _begin(self, state: dict[str, Any] | None = None) -> None:
-        with self.watch.step("the constructor"):
+        with self.watch.step("the constructor", 4.0):  # it may start a whole cluster
             self.collector = self.plan.collector(self.buffer)
         with self.watch.step("load_state_dict and start"):
             if state is not None:
@@ -281,7 +282,8 @@ class Round:
                 collector.increment_version()
             case "large":
                 size = own.choice((10, 500_000))
-                assert {*collector.cascade_execute("env.size_of", bytes(size))} == {size}
+                answers = np.ravel(collector.cascade_execute("env.size_of", bytes(size)))  # of nodes, lists
+                assert {*answers.tolist()} == {size}, f"{answers} instead of {size}"
             case "pause":
                 with collector.pause():
                     count = len(self.buffer or ())
