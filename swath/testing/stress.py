@@ -70,6 +70,8 @@ def run_round(kind: str, seed: int, deadline_s: float = 30.0, acts: Sequence[str
         text = output.read()
     if process.returncode:
         found.append(f"it has ended with {process.returncode}")
+    elif "Traceback (most recent call last)" in text:
+        found.append("it has ended well, but something was raised on the way")
     deadline = time.monotonic() + LEAVE_S
     while (left := processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)

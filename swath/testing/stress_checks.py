@@ -96,14 +96,15 @@ class Watchdog:
     def __init__(self, deadline_s: float) -> None:
         """Begin to look."""
         self._deadline_s, self.is_over = deadline_s, False
-        self._steps: dict[int, tuple[str, float]] = {}
+        self._steps: dict[int, tuple[str, float, float]] = {}
         threading.Thread(target=self._look, daemon=True).start()
 
     @contextlib.contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        """A context that must end in time."""
-        me = threading.get_ident()
-        outer, self._steps[me] = self._steps.get(me), (name, time.monotonic())  # within another, in a signal's handler
+    def step(self, name: str, times: float = 1.0) -> Iterator[None]:
+        """A context that must end in time, or in so many times that time."""
+        me, now = threading.get_ident(), time.monotonic()
+        outer = self._steps.get(me)  # where a signal's handler has come in between
+        self._steps[me] = (name, now, now + times * self._deadline_s)
         try:
             yield
         finally:
@@ -114,8 +115,8 @@ class Watchdog:
     def _look(self) -> None:
         while not self.is_over:
             time.sleep(0.2)
-            for thread, (name, since) in list(self._steps.items()):
-                if (taken := time.monotonic() - since) > self._deadline_s:
-                    print(f"HANGS: {name}, for {taken:.0f} s, in thread 0x{thread:x}", flush=True)
+            for thread, (name, since, deadline) in list(self._steps.items()):
+                if (now := time.monotonic()) > deadline:
+                    print(f"HANGS: {name}, for {now - since:.0f} s, in thread 0x{thread:x}", flush=True)
                     faulthandler.dump_traceback(sys.stdout)
                     os._exit(3)

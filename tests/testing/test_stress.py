@@ -21,6 +21,7 @@ from swath.testing.stress_plan import StressEnv, Witness
 from swath.testing.stress_round import Round
 
 LONG = bool(os.environ.get("SWATH_LONG"))
+ACTS = ("keeps", "kills", "stops")
 LENGTHS = (3, 7)
 Change = Callable[[TensorDictBase, TensorDictBase], Any]
 
@@ -117,14 +118,20 @@ with watch.step("a long sleep"):
     assert "line 9 in <module>" in ended.stdout
 
 
-@pytest.mark.timeout(1000 if LONG else 120)
-@pytest.mark.parametrize(("kind", "seed"), [("Collector", 5), ("MultiAsyncCollector", 8)])
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("kind", "seed"), [("Collector", 149), ("MultiAsyncCollector", 2718)])
 def test_a_round_finds_nothing(kind: str, seed: int) -> None:
-    """Whatever the signals, threads, kills and forks of this round do; and what is left of it is counted."""
-    if LONG:
-        assert stress.run(seed, 120.0, [kind]) == 0
-    else:
-        assert stress.run_round(kind, seed) == []
+    """Whatever the threads, signals, kills and forks of this round do; and what is left of it is counted."""
+    assert stress.run_round(kind, seed, acts=ACTS) == []
+
+
+@pytest.mark.skipif(not LONG, reason="takes minutes: SWATH_LONG=1")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", stress.HERE + stress.NODES)
+def test_many_rounds_find_nothing(kind: str) -> None:
+    if kind == "RayCollector":
+        pytest.importorskip("ray")
+    assert stress.run(7, 120.0, [kind]) == 0
 
 
 def test_what_is_left_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
