@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from swath.envs.rows import Rows, rows_of
 from swath.keys import Key
+from swath.modules.parts import name_of
 from swath.modules.stages import Stage
 
 InPlace = Callable[[np.ndarray], object]
@@ -67,7 +68,7 @@ ACTIVATIONS: dict[type[nn.Module], Callable[[Any, np.ndarray], object]] = {
 
 def flatten(module: nn.Module) -> list[nn.Module] | None:
     """The layers of a (nested) nn.Sequential in order, or None if `module` has a forward of its own."""
-    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+    if isinstance(module, nn.Sequential) and (type(module).forward is nn.Sequential.forward or _is_peers(module)):
         layers: list[nn.Module] = []
         for child in module:  # not children(), which leaves out an activation that is used a second time
             inner = flatten(child)
@@ -78,6 +79,11 @@ def flatten(module: nn.Module) -> list[nn.Module] | None:
     if type(module) is nn.Identity:
         return []
     return [module] if type(module) in (nn.Linear, NormalParamExtractor, *ACTIVATIONS) else None
+
+
+def _is_peers(module: nn.Module) -> bool:
+    """Whether it is TorchRL's MLP, whose forward joins several inputs and shapes the output: not with one of each."""
+    return name_of(type(module)) == ("torchrl.modules.models.models", "MLP") and not module._reshape_out
 
 
 class _Layer:

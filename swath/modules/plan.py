@@ -16,6 +16,7 @@ from swath.keys import Key, as_key
 from swath.modules.exploration import acting_type
 from swath.modules.mlp import mlp_stage
 from swath.modules.parts import Writes, acts_as, declared_by, overlap, parts_of
+from swath.modules.peer_parts import peer_stage
 from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
 from swath.modules.sampling import sampling_stage
@@ -77,6 +78,8 @@ class Planner:
             sampling = sampling_stage(part, arrays, self._outputs.arrays, acting_type(), late)
             if sampling is not None:
                 return sampling
+        if self._fast and (peers := peer_stage(part, arrays, self._outputs.arrays, acting_type())) is not None:
+            return peers
         if acts_as(part) is TensorDictModule and writes.are_tensors and all(key in known for key in in_keys):
             quick = self._quick(part, in_keys, arrays)
             return quick or TorchStage(part, [known[key] for key in in_keys], self._outputs, self._away)
@@ -142,8 +145,12 @@ def _settings_of(module: nn.Module) -> tuple[Any, ...]:
     extras = _has_extras(module)
     if isinstance(module, ProbabilisticTensorDictModule):
         kwargs = module.distribution_kwargs
-        names = () if kwargs is None else tuple(kwargs.keys())
-        return (extras, module.distribution_class, names, module.default_interaction_type, module.return_log_prob)
+        given = (
+            ()
+            if kwargs is None
+            else tuple((key, value if isinstance(value, bool) else 0) for key, value in kwargs.items())
+        )
+        return (extras, module.distribution_class, given, module.default_interaction_type, module.return_log_prob)
     return (extras, module.module, module.method) if isinstance(module, TensorDictModule) else (extras,)
 
 

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch import distributions as D
 
 from swath.keys import Key, as_key
+from swath.modules.builders import builds_independent_normals
+from swath.modules.parts import name_of
 from swath.modules.stages import Filled, Stage
 from swath.modules.tanh_normal import EDGE, TanhNormal, squashed_log_prob, unsquash
 
@@ -31,9 +33,11 @@ TINY = np.finfo(np.float32).tiny
 class SamplingStage(Stage):
     """Writes an action for the parameters that other stages have written."""
 
-    def __init__(self, module: ProbabilisticTensorDictModule, rows: dict[Key, np.ndarray], greedy: bool) -> None:
+    def __init__(
+        self, module: ProbabilisticTensorDictModule, family: Family, rows: dict[Key, np.ndarray], greedy: bool
+    ) -> None:
         """Sample as `module` does, or take the most likely; `rows` are the parameters and, last, the action."""
-        self._module = module
+        self._module, self._family = module, family
         self._keys = tuple(rows)
         *self._params, self._action = rows.values()
         self._rows = [torch.from_numpy(array) for array in rows.values()]
@@ -102,20 +106,23 @@ class SamplingStage(Stage):
 
 
 class CategoricalStage(SamplingStage):
-    """Categorical and one-hot: the largest of the logits plus Gumbel noise."""
+    """Categorical and one-hot: the largest of the logits plus Gumbel noise; with a mask, of those it allows."""
 
-    def __init__(self, module: ProbabilisticTensorDictModule, rows: dict[Key, np.ndarray], greedy: bool) -> None:
+    def __init__(
+        self, module: ProbabilisticTensorDictModule, family: Family, rows: dict[Key, np.ndarray], greedy: bool
+    ) -> None:
         """Sample from logits; tensordict's one-hot, if greedy, sets all of the largest, and not the first alone."""
-        super().__init__(module, rows, greedy)
-        self._ties = greedy and module.distribution_class is OneHotCategorical
+        super().__init__(module, family, rows, greedy)
+        self._ties = greedy and family.ties
         self._shape = self._params[0].shape
         self._one_hot = np.eye(self._shape[-1], dtype=self._action.dtype) if self._action.ndim == 2 else None
 
     @property
     def fits(self) -> bool:
         """Whether there is something to choose from, and the action has the shape of a choice."""
-        shape = self._shape[:1] if self._module.distribution_class is D.Categorical else self._shape
-        return len(self._shape) == 2 and self._shape[1] >= 2 and self._action.shape == shape
+        shape = self._shape if self._family.one_hot else self._shape[:1]
+        alike = all(array.shape == self._shape for array in self._params)
+        return len(self._shape) == 2 and self._shape[1] >= 2 and self._action.shape == shape and alike
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Draw the noise of all steps."""
@@ -126,7 +133,7 @@ class CategoricalStage(SamplingStage):
             self._noise = np.negative(np.log(drawn, drawn), drawn)
 
     def _act(self, params: list[np.ndarray], noise: np.ndarray | None, action: np.ndarray) -> None:
-        scores = params[0]
+        scores = params[0] if len(params) == 1 else np.where(params[1], params[0], -np.inf)
         if self._ties:
             np.equal(scores, scores.max(1, keepdims=True), action)
             return
@@ -138,7 +145,9 @@ class CategoricalStage(SamplingStage):
             self._one_hot.take(scores.argmax(1), 0, action)
 
     def _judge(self, *values: Tensor) -> Tensor | None:
-        logits, choice = (value.numpy() for value in values)
+        logits, *mask, choice = (value.numpy() for value in values)
+        if mask:
+            logits = np.where(mask[0], logits, np.float32(-np.inf))
         top = logits.max(-1)
         # Of a row without any finite logit, or with an infinite one, there are no probabilities either.
         _must_hold(np.isfinite(top), self._keys[0], "Categorical")
@@ -154,21 +163,20 @@ class CategoricalStage(SamplingStage):
 class NormalStage(SamplingStage):
     """Normal and tanh-normal: location plus scale times noise, squashed or not."""
 
-    def __init__(self, module: ProbabilisticTensorDictModule, rows: dict[Key, np.ndarray], greedy: bool) -> None:
-        """Sample from location and scale.
-
-        A squashed log-prob is one number per lane: there, the last dimension is one event.
-        """
-        super().__init__(module, rows, greedy)
-        self._is_squashed = module.distribution_class is not D.Normal
+    def __init__(
+        self, module: ProbabilisticTensorDictModule, family: Family, rows: dict[Key, np.ndarray], greedy: bool
+    ) -> None:
+        """Sample from location and scale."""
+        super().__init__(module, family, rows, greedy)
+        self._is_squashed = family.squashed
         action = self._action
         self._half, self._middle = np.empty_like(action), np.empty_like(action)
         self._params += [np.full_like(action, EDGE), np.full_like(action, -EDGE), self._half, self._middle]
 
     @property
     def fits(self) -> bool:
-        """Whether all are alike and, if they are squashed, have events."""
-        return super().fits and (not self._is_squashed or self._action.ndim > 1)
+        """Whether all are alike and, if the last dimension is one event, have it."""
+        return super().fits and (not self._family.has_events or self._action.ndim > 1)
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Draw the noise of all steps."""
@@ -203,7 +211,8 @@ class NormalStage(SamplingStage):
             return None
         if self._is_squashed:
             return squashed_log_prob(unsquash(action, *self._ends), loc, scale, *self._ends).sum(-1)
-        return -0.5 * ((action - loc) / scale).square() - scale.log() - 0.5 * math.log(2 * math.pi)
+        score = -0.5 * ((action - loc) / scale).square() - scale.log() - 0.5 * math.log(2 * math.pi)
+        return score.sum(-1) if self._family.has_events else score
 
 
 class DeltaStage(SamplingStage):
@@ -230,25 +239,28 @@ def sampling_stage(
     late: bool,
 ) -> SamplingStage | None:
     """A stage that samples as `module` does, and judges `late`, for the whole slot; None if the module has to do it."""
+    # What the distribution gets beside its parameters; it may be held in a TensorDict.
+    kwargs = {} if module.distribution_kwargs is None else dict(module.distribution_kwargs.items())
     family = _family_of(module.distribution_class)
     exploration = exploration or module.default_interaction_type
     if family is None or exploration not in (InteractionType.RANDOM, *family.greedy) or not _is_plain(module):
         return None
-    # What the distribution gets beside its parameters; it may be held in a TensorDict.
-    kwargs = {} if module.distribution_kwargs is None else module.distribution_kwargs
-    if not set(kwargs.keys()) <= family.kwargs:
+    if not {name for name, value in kwargs.items() if (name, value) not in IDLE} <= family.kwargs:
         return None
     names = [name if isinstance(name, str) else str(name[-1]) for name in module.dist_keys]
     named = dict(zip(names, map(as_key, module.in_keys), strict=True))
     if set(named) != set(family.params):
         return None
     params, action = [named[name] for name in family.params], as_key(module.dist_sample_keys[0])
-    if action not in writes or any(key not in reads or reads[key].dtype != np.float32 for key in params):
+    kinds = [np.float32 if name != "mask" else np.bool_ for name in family.params]
+    if action not in writes or any(key not in reads for key in params):
+        return None
+    if any(reads[key].dtype != kind for key, kind in zip(params, kinds, strict=True)):
         return None
     if action in params:
         return None  # the log-probability, computed later, would not find the parameter
     rows = {**{key: reads[key] for key in params}, action: writes[action]}
-    stage = family.stage(module, rows, exploration is not InteractionType.RANDOM)
+    stage = family.stage(module, family, rows, exploration is not InteractionType.RANDOM)
     if not stage.fits:
         return None
     if not late:
@@ -266,29 +278,59 @@ class Family:
     stage: type[SamplingStage]
     kwargs: frozenset[str] = frozenset()
     """What it may be given beside its parameters."""
+    one_hot: bool = False
+    """Whether a choice is a vector,"""
+    ties: bool = False
+    """and the most likely one has all of the largest."""
+    squashed: bool = False
+    """Whether it is a normal variable squashed into an interval."""
+    has_events: bool = False
+    """Whether the last dimension is one event: its log-prob is one number."""
 
 
 MODE, MEAN, MEDIAN = InteractionType.MODE, InteractionType.MEAN, InteractionType.MEDIAN
 DETERMINISTIC = InteractionType.DETERMINISTIC
 
+_INDEX = Family(("logits",), (MODE, DETERMINISTIC), CategoricalStage)
+_ONE_HOT = replace(_INDEX, one_hot=True)
+_NORMAL = Family(("loc", "scale"), (MODE, MEAN, DETERMINISTIC), NormalStage)
+_INDEPENDENT = replace(_NORMAL, has_events=True)
+_SQUASHED = Family(
+    ("loc", "scale"),
+    (MODE, MEDIAN, DETERMINISTIC),
+    NormalStage,
+    frozenset({"low", "high"}),
+    squashed=True,
+    has_events=True,
+)
+_DELTA = Family(("param",), (MODE, MEAN, DETERMINISTIC), DeltaStage)
+
 FAMILIES: dict[Any, Family] = {
-    D.Categorical: Family(("logits",), (MODE, DETERMINISTIC), CategoricalStage),
-    D.OneHotCategorical: Family(("logits",), (MODE, DETERMINISTIC), CategoricalStage),
-    OneHotCategorical: Family(("logits",), (MODE, DETERMINISTIC), CategoricalStage),
-    D.Normal: Family(("loc", "scale"), (MODE, MEAN, DETERMINISTIC), NormalStage),
-    TanhNormal: Family(("loc", "scale"), (MODE, MEDIAN, DETERMINISTIC), NormalStage, frozenset({"low", "high"})),
-    Delta: Family(("param",), (MODE, MEAN, DETERMINISTIC), DeltaStage),
+    D.Categorical: _INDEX,
+    D.OneHotCategorical: _ONE_HOT,
+    OneHotCategorical: replace(_ONE_HOT, ties=True),
+    D.Normal: _NORMAL,
+    TanhNormal: _SQUASHED,
+    Delta: _DELTA,
 }
 
+PEERS = "torchrl.modules.distributions."
+PEER_FAMILIES: dict[tuple[str | None, str | None], Family] = {
+    (PEERS + "continuous", "TanhNormal"): replace(_SQUASHED, greedy=(DETERMINISTIC,)),
+    (PEERS + "continuous", "IndependentNormal"): _INDEPENDENT,
+    (PEERS + "continuous", "Delta"): _DELTA,
+    (PEERS + "discrete", "OneHotCategorical"): replace(_ONE_HOT, ties=True),
+    (PEERS + "discrete", "MaskedCategorical"): replace(_INDEX, params=("logits", "mask")),
+}
+"""TorchRL's classes, by name: they compute what ours do, for as long as they are given no more than is listed."""
 
-PEER_TANH_NORMAL = ("torchrl.modules.distributions.continuous", "TanhNormal")
-"""TorchRL's class computes what ours does, for as long as it is given no more than the interval."""
+IDLE = (("tanh_loc", False), ("validate_args", None), ("validate_args", False))
+"""What may be given to a distribution, and asks for nothing."""
 
 
 def _family_of(kind: Any) -> Family | None:
-    if (getattr(kind, "__module__", None), getattr(kind, "__qualname__", None)) == PEER_TANH_NORMAL:
-        return replace(FAMILIES[TanhNormal], greedy=(DETERMINISTIC,))
-    return FAMILIES.get(kind)
+    family = FAMILIES.get(kind) or PEER_FAMILIES.get(name_of(kind))
+    return _INDEPENDENT if family is None and builds_independent_normals(kind) else family
 
 
 def _interval(kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -318,7 +318,14 @@ STOCHASTIC = {
         lambda: continuous(D.Normal, nn.Sequential(mlp(2 * AXES), NormalParamExtractor(scale_lb=0.9)))
     ),
     "independent normal": _continuous(
-        lambda: continuous(lambda loc, scale: D.Independent(D.Normal(loc, scale), 1)), "MLPStage", "TensorDictStage"
+        lambda: continuous(lambda loc, scale: D.Independent(D.Normal(loc, scale), 1))
+    ),
+    "independent normal that looks at its parameters": _continuous(
+        lambda: continuous(lambda loc, scale: D.Independent(D.Normal(loc, scale if loc.any() else scale * 2), 1)),
+        "MLPStage", "TensorDictStage",
+    ),
+    "independent normal of something else": _continuous(
+        lambda: continuous(lambda loc, scale: D.Independent(D.Normal(loc, scale * 2), 1)), "MLPStage", "TensorDictStage"
     ),
     "tanh-normal": _continuous(lambda: continuous(), tolerance=2e-4),
     "tanh-normal between numbers": _continuous(

@@ -1,0 +1,175 @@
+"""Stages for parts of TorchRL that take a TensorDict: greedy choice by value, and exploration noise.
+
+They are known by name, so that TorchRL is not imported for it, and only as far as they are plain: without masks, with
+the ordinary kinds of specs. Noise is drawn for a whole slot at once; how much there is (epsilon, sigma) is read when
+the slot begins, as weights are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict.nn import InteractionType
+
+from swath.keys import Key, as_key
+from swath.modules.parts import name_of
+from swath.modules.stages import Stage
+
+
+class RowsStage(Stage):
+    """Arithmetic on the rows of some entries, and on noise that belongs to a lane and a time index."""
+
+    def __init__(self, part: Any, rows: list[np.ndarray]) -> None:
+        """Do what `part` does to `rows`; which they are is the business of each kind."""
+        self._part = part
+        self._rows = rows
+        self._noise: list[np.ndarray] = []  # [T, N, ...]
+
+    def run(self, t: int) -> None:
+        """Work on all lanes."""
+        self._work(self._rows, [noise[t] for noise in self._noise])
+
+    def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
+        """Work on some lanes."""
+        some = [row[lanes] for row in self._rows]
+        self._work(some, [noise[times, lanes] for noise in self._noise])
+        for row, result in zip(self._rows, some, strict=True):
+            row[lanes] = result
+
+    def run_first(self, count: int, t: int) -> None:
+        """Work on the first lanes."""
+        self._work([row[:count] for row in self._rows], [noise[t, :count] for noise in self._noise])
+
+    def _work(self, rows: list[np.ndarray], noise: list[np.ndarray]) -> None:
+        raise NotImplementedError
+
+
+class ValueChoiceStage(RowsStage):
+    """The action of the largest value, and that value."""
+
+    def _work(self, rows: list[np.ndarray], noise: list[np.ndarray]) -> None:
+        values, action, chosen = rows
+        if action.ndim == 1:
+            values.argmax(1, action)
+            chosen[:] = np.take_along_axis(values, action[:, None], 1)
+        else:  # TorchRL takes all of the largest, and adds them up
+            np.equal(values, values.max(1, keepdims=True), action)
+            np.sum(action * values, 1, keepdims=True, out=chosen)
+
+
+class EpsilonGreedyStage(RowsStage):
+    """Now and then another action, any of them."""
+
+    def begin(self, steps: int, generator: torch.Generator | None) -> None:
+        """Draw when, and which."""
+        (action,) = self._rows
+        count, choices = len(action), int(self._part.spec[self._part.action_key].space.n)
+        with torch.device("cpu"):
+            when = torch.rand(steps, count, generator=generator) < float(self._part.eps)
+            which = torch.randint(choices, (steps, count), generator=generator)
+            others = which if action.ndim == 1 else torch.nn.functional.one_hot(which, choices)
+        self._noise = [when.numpy() if action.ndim == 1 else when.numpy()[..., None], others.numpy()]
+
+    def _work(self, rows: list[np.ndarray], noise: list[np.ndarray]) -> None:
+        when, others = noise
+        np.copyto(rows[0], others, where=when)
+
+
+class GaussianNoiseStage(RowsStage):
+    """Normal noise on the action, which is then kept within its bounds."""
+
+    def begin(self, steps: int, generator: torch.Generator | None) -> None:
+        """Draw the noise, and look up the bounds."""
+        (action,) = self._rows
+        drawn = torch.randn(steps, *action.shape, generator=generator, device="cpu")
+        self._noise = [((drawn * self._part.std + self._part.mean) * self._part.sigma).numpy()]
+        space = self._part.spec[self._part.action_key].space
+        self._bounds = space.low.numpy(), space.high.numpy()
+
+    def _work(self, rows: list[np.ndarray], noise: list[np.ndarray]) -> None:
+        (action,) = rows
+        np.add(action, noise[0], action)
+        np.clip(action, *self._bounds, out=action)
+
+
+class IdleStage(Stage):
+    """Nothing: exploration where nobody explores."""
+
+    def run(self, t: int) -> None:
+        """Leave everything as it is."""
+
+    def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
+        """Leave everything as it is."""
+
+
+def peer_stage(
+    part: Any, reads: Mapping[Key, np.ndarray], writes: Mapping[Key, np.ndarray], exploration: InteractionType | None
+) -> Stage | None:
+    """A stage that does what `part` of TorchRL does; None if it is not one of these, or not a plain one."""
+    make = PEER_PARTS.get(name_of(type(part)))
+    return None if make is None else make(part, reads, writes, exploration)
+
+
+Arrays = Mapping[Key, np.ndarray]
+
+
+def _value_choice(part: Any, reads: Arrays, writes: Arrays, exploration: InteractionType | None) -> Stage | None:
+    source, targets = as_key(part.in_keys[0]), [as_key(key) for key in part.out_keys]
+    if part.action_space not in ("one_hot", "categorical") or part.action_mask_key is not None or source not in reads:
+        return None
+    if len(targets) != 3 or targets[1] != source or any(key not in writes for key in targets):
+        return None
+    values, action, chosen = reads[source], writes[targets[0]], writes[targets[2]]
+    shape = values.shape if part.action_space == "one_hot" else values.shape[:1]
+    fits = values.ndim == 2 and action.shape == shape and chosen.shape == (len(values), 1)
+    is_plain = values is writes[source] and values.dtype == chosen.dtype == np.float32 and action.dtype == np.int64
+    return ValueChoiceStage(part, [values, action, chosen]) if fits and is_plain else None
+
+
+def _epsilon_greedy(part: Any, reads: Arrays, writes: Arrays, exploration: InteractionType | None) -> Stage | None:
+    if exploration not in (InteractionType.RANDOM, None):
+        return IdleStage()
+    action, kind = writes.get(as_key(part.action_key)), _kind_of_spec(part)
+    if action is None or action.dtype != np.int64 or part.action_mask_key is not None or part.eps.device.type != "cpu":
+        return None
+    spec = None if kind is None else part.spec[part.action_key]
+    if kind not in ("Categorical", "OneHot") or spec is None or getattr(spec, "mask", None) is not None:
+        return None
+    is_choice = action.ndim == 1 if kind == "Categorical" else action.shape[1:] == (int(spec.space.n),)
+    return EpsilonGreedyStage(part, [action]) if is_choice and int(spec.space.n) > 0 else None
+
+
+def _gaussian_noise(part: Any, reads: Arrays, writes: Arrays, exploration: InteractionType | None) -> Stage | None:
+    if exploration not in (InteractionType.RANDOM, None):
+        return IdleStage()
+    action = writes.get(as_key(part.action_key))
+    if action is None or action.dtype != np.float32 or part.sigma.device.type != "cpu":
+        return None
+    if _kind_of_spec(part) not in ("Bounded", "BoundedContinuous"):
+        return None
+    space = part.spec[part.action_key].space
+    fits = all(
+        end.device.type == "cpu" and _spreads(tuple(end.shape), action.shape[1:]) for end in (space.low, space.high)
+    )
+    return GaussianNoiseStage(part, [action]) if fits else None
+
+
+def _spreads(shape: tuple[int, ...], event: tuple[int, ...]) -> bool:
+    """Whether bounds of `shape` are the same for all lanes."""
+    return shape in (event, ())
+
+
+def _kind_of_spec(part: Any) -> str | None:
+    """The name of the class of the action's spec."""
+    module, name = name_of(type(part.spec[part.action_key])) if part.spec is not None else (None, None)
+    return name if module == "torchrl.data.tensor_specs" else None
+
+
+PEER_PARTS: dict[tuple[str | None, str | None], Callable[..., Stage | None]] = {
+    ("torchrl.modules.tensordict_module.actors", "QValueModule"): _value_choice,
+    ("torchrl.modules.tensordict_module.exploration", "EGreedyModule"): _epsilon_greedy,
+    ("torchrl.modules.tensordict_module.exploration", "AdditiveGaussianModule"): _gaussian_noise,
+}
