@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LONGEST = 450
-SIZES = {"swath": 28_900, "tests": 36_900}
+SIZES = {"swath": 31_400, "tests": 38_400}
 """Lines in all: what there is now. They go up only with something new for users, and by no more than that takes."""
 SAME_NAMES = {
     "__init__.py": "packages",
@@ -35,6 +35,7 @@ THIRD_PARTY = {
     ),
     "torch.Tensor": "_version",
     "torch.nn.Module": "_buffers _forward_hooks _forward_pre_hooks _orig_mod _parameters",
+    "torchrl.modules.MLP": "_reshape_out",
     "torch.nn.modules": "_NormBase _global_forward_hooks _global_forward_pre_hooks",
     "weakref.finalize": "_exitfunc _registry",
 }

@@ -11,7 +11,7 @@ from swath.collectors.collector import Collector
 from swath.collectors.config import CollectorConfig, PolicyVersion
 from swath.collectors.kinds import check_least, check_one_of
 from swath.envs import AsyncEnvPool
-from swath.rollout.engine import EngineSettings
+from swath.rollout.engine_settings import EngineSettings
 from swath.runtime.process import METHODS
 
 

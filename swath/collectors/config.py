@@ -15,7 +15,7 @@ from swath.collectors.worker import EngineTask
 from swath.keys import WORKER_BITS
 from swath.modules.exploration import ExplorationType
 from swath.rollout.devices import Devices, as_device
-from swath.rollout.engine import EngineSettings, Hook
+from swath.rollout.engine_settings import EngineSettings, Hook
 from swath.rollout.loop import Interruptor
 from swath.rollout.split import split_trajectories
 from swath.runtime.carrier import Task

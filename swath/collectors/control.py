@@ -21,7 +21,7 @@ from swath.collectors.roster import Roster
 from swath.collectors.weights_control import WeightsControl
 from swath.collectors.worker import Call, EngineJob
 from swath.data.episodes import Episodes
-from swath.rollout.engine import Hook
+from swath.rollout.engine_settings import Hook
 from swath.runtime.paths import follow
 from swath.runtime.pool import Pool
 from swath.seeding import checked_seed, next_seed

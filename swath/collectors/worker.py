@@ -15,7 +15,8 @@ from swath.collectors.reflection import Reflection
 from swath.data.write_notes import WriteNotes
 from swath.envs.registry import Registered
 from swath.keys import Key
-from swath.rollout.engine import Engine, EngineSettings, has_weights
+from swath.rollout.engine import Engine, has_weights
+from swath.rollout.engine_settings import EngineSettings
 from swath.rollout.loop import Interruptor, Receipt
 from swath.rollout.slots import FEW, Slot
 from swath.runtime.carrier import EVERYTHING, Link, Order, Topic

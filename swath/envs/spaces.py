@@ -315,7 +315,7 @@ class ActionCodec:
             leaf, scores = leaves[entry.key], leaf_of(entry, categorical=False).shape
             if leaf.shape in _index_shapes(entry.space) and leaf.shape != scores and not leaf.dtype.is_floating_point:
                 sizes = entry.space.nvec if isinstance(entry.space, gs.MultiDiscrete) else entry.space.n  # type: ignore[attr-defined]
-                found[entry.key] = torch.as_tensor(sizes).expand(leaf.shape)
+                found[entry.key] = torch.as_tensor(sizes, device="cpu").expand(leaf.shape)
         return found
 
     def draw(

@@ -19,7 +19,7 @@ def builds_independent_normals(build: Any) -> bool:
     """Whether `build(loc=, scale=)` is an Independent(Normal(loc, scale), 1), and cannot be anything else."""
     if not isinstance(build, FunctionType) or not _is_straight(build):
         return False
-    loc, scale = torch.zeros(2, 3), torch.ones(2, 3)
+    loc, scale = torch.zeros(2, 3, device="cpu"), torch.ones(2, 3, device="cpu")
     try:
         built = build(loc=loc, scale=scale)
     except Exception:  # it may fail in any way it likes: then it is not known

@@ -67,10 +67,9 @@ class EpsilonGreedyStage(RowsStage):
         """Draw when, and which."""
         (action,) = self._rows
         count, choices = len(action), int(self._part.spec[self._part.action_key].space.n)
-        with torch.device("cpu"):
-            when = torch.rand(steps, count, generator=generator) < float(self._part.eps)
-            which = torch.randint(choices, (steps, count), generator=generator)
-            others = which if action.ndim == 1 else torch.nn.functional.one_hot(which, choices)
+        when = torch.rand(steps, count, generator=generator, device="cpu") < float(self._part.eps)
+        which = torch.randint(choices, (steps, count), generator=generator, device="cpu")
+        others = which if action.ndim == 1 else torch.nn.functional.one_hot(which, choices)
         self._noise = [when.numpy() if action.ndim == 1 else when.numpy()[..., None], others.numpy()]
 
     def _work(self, rows: list[np.ndarray], noise: list[np.ndarray]) -> None:

@@ -10,12 +10,11 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
 
@@ -28,41 +27,13 @@ from swath.keys import POLICY_ID, STEP_COUNT
 from swath.modules import PolicyClientModule, RandomPolicy, as_policy
 from swath.rollout.as_ready import AsReadyLoop
 from swath.rollout.buffer_writer import BufferWriter
-from swath.rollout.loop import Interruptor, LoopSettings, Receipt, RolloutLoop
+from swath.rollout.engine_settings import EngineSettings
+from swath.rollout.loop import Interruptor, Receipt, RolloutLoop
 from swath.rollout.randomness import Randomness
 from swath.rollout.slots import Arena, Slot, batch_of
 from swath.runtime import compiler
 from swath.runtime.columns import Columns
 from swath.runtime.paths import follow
-
-Hook = Callable[[TensorDictBase], Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings(LoopSettings):
-    """What an engine needs to know beside its env and policy.
-
-    What has the name of an argument of collectors means the same. Beside these:
-
-    Attributes:
-        shares_policy: whether the policy that is given is trained elsewhere in this process: weights that come from
-            elsewhere are then taken by a copy of it.
-        whole_episodes: write complete episodes only.
-        transform: what is done to a batch before it is written.
-    """
-
-    reset_at_each_iter: bool = False
-    pre_collect_hook: Callable[[], Any] | None = None
-    post_collect_hook: Hook | None = None
-    compile_policy: bool | Mapping[str, Any] | None = None
-    cudagraph_policy: bool | Mapping[str, Any] | None = None
-    shares_policy: bool = False
-    replay_buffer: Any = None
-    extend_buffer: bool = True
-    init_random_frames: int = 0
-    whole_episodes: bool = False
-    trajs_per_write: int | None = None
-    transform: Callable[[TensorDictBase], TensorDictBase] | None = None
 
 
 class Engine:

@@ -45,12 +45,12 @@ class Witness(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.value = nn.Parameter(torch.zeros(size))
+        self.value = nn.Parameter(torch.zeros(size, device="cpu"))
 
     def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """An action, and the weights."""
         shape, acted = (*observation.shape[:-1], 2), torch.stack([self.value.min(), self.value.max()])
-        return torch.tensor([1.0, 0.0]).expand(shape).clone(), acted.expand(shape).clone()
+        return torch.tensor([1.0, 0.0], device="cpu").expand(shape).clone(), acted.expand(shape).clone()
 
 
 @dataclass(frozen=True)

@@ -275,7 +275,7 @@ class Round:
                 torch.save(collector.state_dict(), io.BytesIO())
             case "publish":
                 value = float(next(self.values))
-                collector.update_policy_weights_({"module.value": torch.full((plan.size,), value)})
+                collector.update_policy_weights_({"module.value": torch.full((plan.size,), value, device="cpu")})
             case "attribute":
                 collector.get_distant_attr("env.batch_size")
             case "set_seed":

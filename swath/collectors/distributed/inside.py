@@ -11,7 +11,7 @@ from swath.collectors.config import CollectorConfig
 from swath.collectors.distributed.inner import INNER_BITS, InnerAsync, InnerCollector, InnerSync, first_number
 from swath.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from swath.collectors.worker import EngineTask
-from swath.rollout.engine import EngineSettings
+from swath.rollout.engine_settings import EngineSettings
 from swath.runtime.carrier import Link, Task
 from swath.runtime.supervision import Supervision
 

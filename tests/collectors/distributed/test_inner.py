@@ -42,7 +42,7 @@ from swath.collectors.worker import EngineTask
 from swath.envs import GymEnv
 from swath.errors import StallWarning, WorkerDiedError, WorkerRestartedWarning
 from swath.keys import MASK, TRAJ_IDS, WORKER_BITS
-from swath.rollout.engine import EngineSettings
+from swath.rollout.engine_settings import EngineSettings
 from swath.seeding import lane_seeds
 from swath.testing import (
     CollectorConformance,
