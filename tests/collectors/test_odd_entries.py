@@ -98,14 +98,14 @@ def check(batch: TensorDictBase) -> None:
 EACH: list[dict[str, Any]] = [{}, {"split_trajs": True}, {"trajs_per_batch": 2}]
 
 
-@pytest.mark.parametrize("options", EACH, ids=str)
+@pytest.mark.parametrize("options", EACH, ids=", ".join)
 @over((*ALL, AS_READY_SPREAD))
 def test_collecting(make: Make, options: dict[str, Any]) -> None:
     for batch in make(odd_env, batches=2, **options):
         check(batch)
 
 
-@pytest.mark.parametrize("options", [*EACH, {"return_same_td": True}], ids=str)
+@pytest.mark.parametrize("options", [*EACH, {"return_same_td": True}], ids=", ".join)
 def test_a_custom_env(make: Make, options: dict[str, Any]) -> None:
     for batch in make(OddLanes(), lanes=2, batches=2, storing_device="cpu", **options):
         check(batch)
@@ -154,7 +154,7 @@ def test_buffers(make: Make, storage: Any) -> None:
         check(batch)
 
 
-@pytest.mark.parametrize("options", [{}, {"postproc": lambda batch: batch}, {"trajs_per_batch": 1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"postproc": lambda batch: batch}, {"trajs_per_batch": 1}], ids=", ".join)
 def test_collecting_into_a_buffer(make: Make, options: dict[str, Any]) -> None:
     kept = buffer(50, batch_size=8)
     for _ in make(OddLanes(), lanes=2, batches=2, replay_buffer=kept, **options):

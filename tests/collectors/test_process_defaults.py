@@ -169,7 +169,7 @@ def test_policies(kind: Kind, policy: str, same: Any) -> None:
         {"post_collect_hook": lambda batch: batch.set("ones", torch.ones_like(batch["action"]))},
         {"reset_at_each_iter": True},
     ],
-    ids=str,
+    ids=", ".join,
 )
 def test_options(options: dict[str, Any], same: Any) -> None:
     same(lambda: batches_of(SINGLE, lanes=2, **options))
