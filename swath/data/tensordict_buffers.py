@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -63,10 +64,13 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if data.ndim > 1:  # each frame is a batch itself, all of which has one index
             index = index.flatten(1, data.ndim - 1)[:, 0]
         if priority is None:
-            raise KeyError(
-                f"The batch has no {self.priority_key!r}, by which its frames are to be sampled: write "
-                f"batch[{self.priority_key!r}] = ... before, or name another entry with priority_key=."
+            warnings.warn(
+                f"The batch has no {self.priority_key!r}, by which its frames are to be sampled; they get the priority "
+                f"of new ones. Write batch[{self.priority_key!r}] = ... before, or name another entry with "
+                "priority_key=.",
+                stacklevel=2,
             )
+            priority = torch.tensor(self.sampler.default_priority, device="cpu")
         self.update_priority(index, priority)
 
     def _completed(self, batch: Any, info: dict[Any, Any]) -> Any:

@@ -140,12 +140,12 @@ def test_a_priority_that_is_added_counts() -> None:
     assert set(buffer.sample(50)["o"].tolist()) == {2}
 
 
-def test_a_batch_without_priorities_is_refused_where_there_are_some() -> None:
+def test_a_batch_without_priorities_is_warned_of_where_there_are_some() -> None:
     buffer = TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, storage=LazyTensorStorage(20), batch_size=4)
     buffer.extend(TensorDict({"o": torch.arange(4)}, [4]))
     for key in ("td_error", ("loss", "td")):
         buffer.priority_key = key
-        with pytest.raises(KeyError, match=re.escape(f"batch[{key!r}] = ...")):
+        with pytest.warns(UserWarning, match=re.escape(f"batch[{key!r}] = ...")):
             buffer.update_tensordict_priority(buffer.sample())
     with pytest.raises(KeyError, match="index"):
         buffer.update_tensordict_priority(TensorDict({"td_error": torch.ones(4)}, [4]))
