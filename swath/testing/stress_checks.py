@@ -95,7 +95,7 @@ class Watchdog:
 
     def __init__(self, deadline_s: float) -> None:
         """Begin to look."""
-        self._deadline_s, self.is_over = deadline_s, False
+        self._deadline_s, self.is_over, self._parent = deadline_s, False, os.getppid()
         self._steps: dict[int, tuple[str, float, float]] = {}
         threading.Thread(target=self._look, daemon=True).start()
 
@@ -115,6 +115,8 @@ class Watchdog:
     def _look(self) -> None:
         while not self.is_over:
             time.sleep(0.2)
+            if os.getppid() != self._parent:  # whoever has run the round was killed
+                os._exit(4)
             for thread, (name, since, deadline) in list(self._steps.items()):
                 if (now := time.monotonic()) > deadline:
                     print(f"HANGS: {name}, for {now - since:.0f} s, in thread 0x{thread:x}", flush=True)

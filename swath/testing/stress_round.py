@@ -105,16 +105,25 @@ class Round:
 
     def _live(self) -> None:
         ending = self.plan.ending
-        if self._consume(math.inf if ending == "spent" else self.plan.seconds) or self.findings:
-            return
+        if ending == "spent":
+            return self._finish()
+        if self._consume(self.plan.seconds) or self.findings:
+            return None
         if ending == "checkpoint":
             self._restore()
-            self._consume(math.inf)
+            self._finish()
         elif ending == "thread":
             threading.Timer(self.random.uniform(0.0, 0.05), self._shut_down).start()
             self._consume(math.inf)
         elif ending == "interrupt" and self.plan.mode != "start":
             self._break_off()
+        return None
+
+    def _finish(self) -> None:
+        """Spend the budget; if that is kept from ending by new seeds and deaths, without them."""
+        if not self._consume(4 * self.plan.seconds) and not self.findings:
+            self._rest()
+            self._consume(math.inf)
 
     def _consume(self, seconds: float) -> bool:
         """Check what comes, for so long; whether that was all."""
