@@ -106,8 +106,7 @@ class Pool(Generic[W]):
         self._restarted: dict[int, int] = {}
         self.replacements = Replacements()
         self._dropped: set[int] = set()
-        self._restarting: dict[int, int] = {}
-        """Workers that are just being replaced, and by which thread."""
+        self._restarting: dict[int, int] = {}  # workers that are just being replaced, and by which thread
         self._joining: dict[int, BaseException | None] = {}
         """Workers that were added later and are not ready yet, and what has kept them from it."""
         self._outstanding: dict[int, deque[W]] = {index: deque() for index in range(workers)}
@@ -119,8 +118,7 @@ class Pool(Generic[W]):
         self._killed: dict[int, str] = {}
         """Why a worker was killed by us."""
         self._inbox: deque[tuple[int, News]] = deque()
-        self.section = Section()
-        """All that changes what is known of work and questions is done in here; see NOTE [Moments]."""
+        self.section = Section()  # in which all that is known of work and questions changes; see NOTE [Moments]
         self._turns = Turns()
 
     # -- starting and stopping ---------------------------------------------------------------------------------
@@ -282,15 +280,18 @@ class Pool(Generic[W]):
 
     def _take_in(self) -> None:
         """See to all news. If that raises, as warnings may, what is left waits for the next call."""
-        with self.section:
-            self._inbox.extend(self.carrier.receive())
+        self._hear()
         while self._inbox:
-            with self.section:
-                while self._inbox and isinstance(self._inbox[0][1], Started | Finished | Answer):
-                    self._see_to(*self._inbox.popleft())
             with undisturbed:  # but others may go on: this may take longer
                 if self._inbox:
                     self._see_to(*self._inbox.popleft())
+            self._hear()
+
+    def _hear(self) -> None:
+        with self.section:
+            self._inbox.extend(self.carrier.receive())
+            while self._inbox and isinstance(self._inbox[0][1], Started | Finished | Answer):
+                self._see_to(*self._inbox.popleft())
 
     def _see_to(self, index: int, news: News) -> None:
         if index in self.carrier.workers:
@@ -436,5 +437,5 @@ class Pool(Generic[W]):
     def _drop(self, index: int, error: BaseException) -> None:
         self._owner.lost(index)
         self.remove(index)
-        left = f"{len(self.indices)} are left: {type(error).__name__}: {error}"
-        warnings.warn(f"Worker {index} of {self.name} is dropped, {left}", WorkerRestartedWarning, stacklevel=5)
+        summary = f"is dropped, {len(self.indices)} are left: {type(error).__name__}: {error}"
+        warnings.warn(f"Worker {index} of {self.name} {summary}", WorkerRestartedWarning, stacklevel=5)

@@ -7,14 +7,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from swath.runtime.interrupts import Section
-
 
 class Turns:
     """One thread is at it, the others wait until it has done so once."""
 
     def __init__(self) -> None:
-        self._section = Section()
+        self._lock = threading.RLock()  # no section: what an interrupt leaves is found by `_is_attended`
         self._attendant = 0
         """The thread that is at it."""
         self._waiting: deque[threading.Lock] = deque()
@@ -27,7 +25,7 @@ class Turns:
         """
         me, is_first, other = threading.get_ident(), False, None
         try:
-            with self._section:
+            with self._lock:
                 if not self._attendant or not self._is_attended():
                     is_first, self._attendant = True, me
                 elif self._attendant != me:
@@ -40,7 +38,7 @@ class Turns:
                 other.acquire(timeout=max(0.0, timeout_s))
         finally:
             if is_first:
-                with self._section:
+                with self._lock:
                     self._attendant = 0
                     while self._waiting:
                         self._waiting.popleft().release()

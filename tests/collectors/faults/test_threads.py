@@ -44,7 +44,7 @@ def test_one_thread_iterates_and_others_ask(kind: Kind, make: Make) -> None:
 
     def ask(call: Callable[[Any], Any]) -> int:
         count = 0
-        while time.monotonic() < over_at:
+        while not count or time.monotonic() < over_at:
             call(collector)
             count += 1
         return count
