@@ -19,7 +19,8 @@ def builds_independent_normals(build: Any) -> bool:
     """Whether `build(loc=, scale=)` is an Independent(Normal(loc, scale), 1), and cannot be anything else."""
     if not isinstance(build, FunctionType) or not _is_straight(build):
         return False
-    loc, scale = torch.zeros(2, 3, device="cpu"), torch.ones(2, 3, device="cpu")
+    loc, scale = (torch.arange(start, start + 6.0, device="cpu").view(2, 3) for start in (1.0, 7.0))
+    given = (loc.clone(), scale.clone())
     try:
         built = build(loc=loc, scale=scale)
     except Exception:  # it may fail in any way it likes: then it is not known
@@ -30,13 +31,14 @@ def builds_independent_normals(build: Any) -> bool:
         or type(built.base_dist) is not D.Normal
     ):
         return False
-    return _is_same(built.base_dist.loc, loc) and _is_same(built.base_dist.scale, scale)
+    are_unchanged = torch.equal(loc, given[0]) and torch.equal(scale, given[1])
+    return are_unchanged and _is_same(built.base_dist.loc, loc) and _is_same(built.base_dist.scale, scale)
 
 
 def _is_same(found: torch.Tensor, given: torch.Tensor) -> bool:
     """Whether it is the tensor that was given; distributions make views of what they get."""
     same_place = found.data_ptr() == given.data_ptr() and found.stride() == given.stride()
-    return same_place and found.shape == given.shape and found._version == 0
+    return same_place and found.shape == given.shape
 
 
 def _is_straight(function: FunctionType) -> bool:

@@ -55,12 +55,29 @@ def _silu(module: object, x: np.ndarray) -> None:
     np.multiply(x, gate, x)
 
 
+def _softplus(module: nn.Softplus, x: np.ndarray) -> None:
+    scaled = x * module.beta
+    np.copyto(x, np.logaddexp(scaled, 0.0, dtype=x.dtype) / module.beta, where=scaled <= module.threshold)
+
+
+def _mish(module: nn.Mish, x: np.ndarray) -> None:
+    np.multiply(x, np.tanh(np.logaddexp(x, 0.0, dtype=x.dtype)), x)
+
+
+def _gelu(module: nn.GELU, x: np.ndarray) -> None:
+    # numpy has no error function; torch's, on so few numbers, is called in this thread.
+    x[:] = nn.functional.gelu(torch.from_numpy(x), approximate=module.approximate).numpy()
+
+
 ACTIVATIONS: dict[type[nn.Module], Callable[[Any, np.ndarray], object]] = {
     nn.Tanh: lambda module, x: np.tanh(x, x),
     nn.ReLU: lambda module, x: np.maximum(x, 0.0, out=x),
     nn.Sigmoid: _sigmoid,
     nn.SiLU: _silu,
     nn.LeakyReLU: lambda module, x: np.multiply(x, module.negative_slope, x, where=x < 0),
+    nn.Softplus: _softplus,
+    nn.Mish: _mish,
+    nn.GELU: _gelu,
     nn.ELU: lambda module, x: np.copyto(x, module.alpha * np.expm1(np.minimum(x, 0.0)), where=x < 0),
 }
 """Elementwise activations, in place on an array, with the settings that the module has then."""
@@ -76,14 +93,14 @@ def flatten(module: nn.Module) -> list[nn.Module] | None:
                 return None
             layers.extend(inner)
         return layers
-    if type(module) is nn.Identity:
+    if type(module) is nn.Identity or (type(module) is nn.Dropout and not module.training):
         return []
-    return [module] if type(module) in (nn.Linear, NormalParamExtractor, *ACTIVATIONS) else None
+    return [module] if type(module) in (nn.Linear, nn.LayerNorm, NormalParamExtractor, *ACTIVATIONS) else None
 
 
 def _is_peers(module: nn.Module) -> bool:
     """Whether it is TorchRL's MLP, whose forward joins several inputs and shapes the output: not with one of each."""
-    return name_of(type(module)) == ("torchrl.modules.models.models", "MLP") and not module._reshape_out
+    return name_of(type(module)) == ("torchrl.modules.models.models", "MLP") and isinstance(module.out_features, int)
 
 
 class _Layer:
@@ -127,6 +144,29 @@ class _Layer:
         return [*operations, *(partial(activation, out) for activation in self.activations)]
 
 
+class _Norm:
+    """A layer normalisation of a linear layer's output, on a private copy of the parameters."""
+
+    def __init__(self, norm: nn.LayerNorm, like: np.ndarray) -> None:
+        self._norm = norm
+        self._weight, self._bias = np.ones_like(like), np.zeros_like(like)
+
+    def fetch(self) -> None:
+        """Take the parameters as they are now."""
+        if self._norm.weight is not None:
+            self._weight[:] = self._norm.weight.detach().numpy()
+        if self._norm.bias is not None:
+            self._bias[:] = self._norm.bias.detach().numpy()
+
+    def __call__(self, x: np.ndarray) -> None:
+        """Normalise the rows of `x` in place."""
+        np.subtract(x, x.mean(1, keepdims=True), x)
+        spread = np.square(x).mean(1, keepdims=True)
+        np.divide(x, np.sqrt(spread + self._norm.eps, dtype=x.dtype), x)
+        np.multiply(x, self._weight[: len(x)], x)
+        np.add(x, self._bias[: len(x)], x)
+
+
 class _NormalHead:
     """What a NormalParamExtractor does to the last layer's output: location, and softplus of the rest as scale."""
 
@@ -168,11 +208,15 @@ class MLPStage(Stage):
         self._source = source
         self._targets = [outputs.arrays[key] for key in out_keys]
         self._layers: list[_Layer] = []
+        self._norms: list[_Norm] = []
         for module in layers:
             if isinstance(module, nn.Linear):
                 self._layers.append(_Layer(module, len(source)))
             elif type(module) in ACTIVATIONS:
                 self._layers[-1].activations.append(partial(ACTIVATIONS[type(module)], module))
+            elif isinstance(module, nn.LayerNorm):
+                self._norms.append(_Norm(module, self._layers[-1].out))
+                self._layers[-1].activations.append(self._norms[-1])
         last = layers[-1]
         self._head = _NormalHead(last, self._targets[1]) if isinstance(last, NormalParamExtractor) else None
         self._operations = self._bind(source, self._targets)
@@ -196,6 +240,8 @@ class MLPStage(Stage):
         """Fetch the parameters."""
         for layer in self._layers:
             layer.fetch()
+        for norm in self._norms:
+            norm.fetch()
         if self._head is not None:
             self._head.fetch()
 
@@ -235,7 +281,7 @@ def mlp_stage(module: nn.Module, source: np.ndarray, outputs: Rows, out_keys: Se
     width = linears[-1].weight.shape[0] if linears else source.shape[-1]
     if not _fit_rows(width, 2 if isinstance(layers[-1], NormalParamExtractor) else 1, source, targets):
         return None
-    if not all(_fits(weight, source) for linear in linears for weight in linear.parameters()):
+    if not all(_fits(weight, source) for layer in layers for weight in layer.parameters()):
         return None
     if len(source) * sum(linear.weight.numel() for linear in linears) > MAX_MULTIPLICATIONS:
         return None

@@ -121,6 +121,15 @@ def overlap(some: Any, others: Any) -> bool:
     return any(path[: len(p)] == p[: len(path)] for path in map(as_path, some) for p in paths)
 
 
+def is_left_alone(now: Any, before: Any) -> bool:
+    """Whether an entry is what it was: the same tensor, or, as parts leave it that reshape all, a view of all of it."""
+    if now is before or not (isinstance(now, Tensor) and isinstance(before, Tensor)):
+        return now is before
+    if (now.shape, now.dtype, now.stride()) != (before.shape, before.dtype, before.stride()):
+        return False
+    return now.device == before.device and now.data_ptr() == before.data_ptr()
+
+
 class Watch:
     """Sees what the parts of a policy do while it is called as a whole; see NOTE [Parts]."""
 
@@ -160,7 +169,7 @@ class Watch:
             before = self.written.get(key, leaf)
             self._is_ordinary &= can_be_held and (leaf.shape, leaf.dtype) == (before.shape, before.dtype)
         for key in self.written.keys() - leaves.keys():  # what others wrote before, and this part does not declare
-            self._is_ordinary &= answer.get(key, None) is self.written[key]
+            self._is_ordinary &= is_left_alone(answer.get(key, None), self.written[key])
         # A sequence whose earlier parts write the sample tells its last one not to draw another.
         self._is_ordinary &= bool(kwargs.get("_requires_sample", True))
         self._called.append(part)

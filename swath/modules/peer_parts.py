@@ -1,4 +1,4 @@
-"""Stages for parts of TorchRL that take a TensorDict: greedy choice by value, and exploration noise.
+"""Stages for parts of TorchRL that take a TensorDict: recurrent networks, greedy choice by value, exploration noise.
 
 They are known by name, so that TorchRL is not imported for it, and only as far as they are plain: without masks, with
 the ordinary kinds of specs. Noise is drawn for a whole slot at once; how much there is (epsilon, sigma) is read when
@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict.nn import InteractionType
+from torch import Tensor, nn
 
-from swath.keys import Key, as_key
+from swath.keys import IS_INIT, Key, as_key
 from swath.modules.parts import name_of
 from swath.modules.stages import Stage
 
@@ -94,6 +95,37 @@ class GaussianNoiseStage(RowsStage):
         np.clip(action, *self._bounds, out=action)
 
 
+class RecurrentStage(Stage):
+    """One step of an nn.LSTM or nn.GRU, called directly; where an episode begins, from zero."""
+
+    def __init__(self, network: nn.RNNBase, inputs: list[np.ndarray], outputs: list[np.ndarray]) -> None:
+        """Inputs are `[N, in]`, the states `[N, layers, hidden]` and `is_init`; outputs the features and the states."""
+        self._network = network
+        self._begins = inputs[-1]
+        self._inputs, self._outputs = ([torch.from_numpy(row) for row in rows] for rows in (inputs[:-1], outputs))
+
+    def run(self, t: int) -> None:
+        """Step all lanes."""
+        for row, result in zip(self._outputs, self._step(self._inputs, self._begins), strict=True):
+            row.copy_(result)
+
+    def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
+        """Step some lanes."""
+        some = [row[lanes] for row in self._inputs]
+        for row, result in zip(self._outputs, self._step(some, self._begins[lanes]), strict=True):
+            row[lanes] = result
+
+    def _step(self, inputs: list[Tensor], begins: np.ndarray) -> list[Tensor]:
+        x, *states = inputs
+        if begins.any():
+            fresh = torch.from_numpy(begins).unsqueeze(-1)  # [n, 1, 1]
+            states = [torch.where(fresh, 0.0, state) for state in states]
+        hidden = tuple(state.transpose(0, 1).contiguous() for state in states)  # [layers, n, hidden]
+        features, after = self._network(x.unsqueeze(1), hidden if len(hidden) > 1 else hidden[0])
+        after = after if isinstance(after, tuple) else (after,)
+        return [features.squeeze(1), *(state.transpose(0, 1) for state in after)]
+
+
 class IdleStage(Stage):
     """Nothing: exploration where nobody explores."""
 
@@ -156,6 +188,18 @@ def _gaussian_noise(part: Any, reads: Arrays, writes: Arrays, exploration: Inter
     return GaussianNoiseStage(part, [action]) if fits else None
 
 
+def _recurrent(part: Any, reads: Arrays, writes: Arrays, exploration: InteractionType | None) -> Stage | None:
+    network = part.lstm if hasattr(part, "lstm") else part.gru
+    read, written = ([as_key(key) for key in keys] for keys in (part.in_keys, part.out_keys))
+    if type(network) not in (nn.LSTM, nn.GRU) or not network.batch_first or network.bidirectional:
+        return None  # TorchRL has such classes of its own too
+    if part.recurrent_mode or read[-1] != IS_INIT or any(key not in reads for key in read):
+        return None
+    inputs, outputs = [reads[key] for key in read], [writes[key] for key in written if key in writes]
+    is_plain = all(row.dtype == np.float32 for row in (*inputs[:-1], *outputs)) and inputs[0].ndim == 2
+    return RecurrentStage(network, inputs, outputs) if is_plain and len(outputs) == len(inputs) - 1 else None
+
+
 def _spreads(shape: tuple[int, ...], event: tuple[int, ...]) -> bool:
     """Whether bounds of `shape` are the same for all lanes."""
     return shape in (event, ())
@@ -171,4 +215,6 @@ PEER_PARTS: dict[tuple[str | None, str | None], Callable[..., Stage | None]] = {
     ("torchrl.modules.tensordict_module.actors", "QValueModule"): _value_choice,
     ("torchrl.modules.tensordict_module.exploration", "EGreedyModule"): _epsilon_greedy,
     ("torchrl.modules.tensordict_module.exploration", "AdditiveGaussianModule"): _gaussian_noise,
+    ("torchrl.modules.tensordict_module.rnn", "LSTMModule"): _recurrent,
+    ("torchrl.modules.tensordict_module.rnn", "GRUModule"): _recurrent,
 }

@@ -31,7 +31,8 @@ class Planner:
     ) -> None:
         """Plans read from `present` and write to `outputs`; for the rest see `PolicyRunner`."""
         self._visible = probe.visible
-        self._writes = None if opaque else probe.writes
+        self._writes = probe.writes
+        self._is_opaque = opaque
         self._carried = [written for _, written in probe.state]
         self._present = present
         self._outputs = outputs
@@ -45,26 +46,33 @@ class Planner:
         if type(policy) is RandomPolicy and not is_altered(policy.modules()):
             return [RandomStage(policy.codec, self._outputs)]
         parts = self._parts(policy)
-        if parts is None:
-            return [TensorDictStage(policy, self._present, (), self._outputs, self._visible, self._device)]
+        if isinstance(parts, str):
+            whole = TensorDictStage(policy, self._present, (), self._outputs, self._visible, self._device)
+            whole.reason = f"{type(policy).__name__} is called as a whole: {parts}"
+            return [whole]
         stages, written = list[Stage](), list[Key]()
         for index, (part, writes) in enumerate(parts):
             stages.append(self._stage(part, writes, written, parts[index + 1 :]))
             written = [*written, *writes.leaves]
         return stages
 
-    def _parts(self, policy: Any) -> list[tuple[Any, Writes]] | None:
-        """The parts to run one by one with what they write; None if the policy has to be called as a whole."""
+    def _parts(self, policy: Any) -> list[tuple[Any, Writes]] | str:
+        """The parts to run one by one with what they write; or why the policy has to be called as a whole."""
+        if self._is_opaque:
+            return "trust_policy=True"
         parts = parts_of(policy)
-        if parts is None or self._writes is None:
-            return None
+        if parts is None:
+            return "it is none of tensordict's modules, or has a forward of its own"
+        if self._writes is None:
+            return "its first call was no plain sequence of its parts, or wrote what none of them declares"
         inside = {module for part in parts for module in _inside(part)}
         if is_altered(module for module in policy.modules() if module not in inside):
-            return None  # what is hooked to a part sees the TensorDict, and may do anything to it
+            # What is hooked to a part sees the TensorDict, and may do anything to it.
+            return "it or a part of it has hooks or a forward of its own, or autocast is on"
         if [declared_by(part) for part in parts] != [writes.declared for writes in self._writes]:
-            return None  # its parts are not those that were probed
+            return "its parts are not those of its first call"
         if acting_type() is None and sum(isinstance(p, ProbabilisticTensorDictModule) for p in parts) > 1:
-            return None  # which of their defaults counts is the sequence's business
+            return "of several samplers, the sequence decides whose default counts"
         return list(zip(parts, self._writes, strict=True))
 
     def _stage(self, part: Any, writes: Writes, written: list[Key], later: Sequence[tuple[Any, Writes]]) -> Stage:
@@ -78,12 +86,30 @@ class Planner:
             sampling = sampling_stage(part, arrays, self._outputs.arrays, acting_type(), late)
             if sampling is not None:
                 return sampling
-        if self._fast and (peers := peer_stage(part, arrays, self._outputs.arrays, acting_type())) is not None:
-            return peers
+        if self._fast and not is_altered(_inside(part)):
+            peers = peer_stage(part, arrays, self._outputs.arrays, acting_type())
+            if peers is not None:
+                return peers
         if acts_as(part) is TensorDictModule and writes.are_tensors and all(key in known for key in in_keys):
             quick = self._quick(part, in_keys, arrays)
-            return quick or TorchStage(part, [known[key] for key in in_keys], self._outputs, self._away)
-        return TensorDictStage(part, self._present, written, self._outputs, writes.leaves, self._device)
+            if quick is not None:
+                return quick
+            torch_stage = TorchStage(part, [known[key] for key in in_keys], self._outputs, self._away)
+            torch_stage.reason = self._why(part, "no small stack of known layers on one input")
+            return torch_stage
+        stage = TensorDictStage(part, self._present, written, self._outputs, writes.leaves, self._device)
+        is_sampler = acts_as(part) is ProbabilisticTensorDictModule
+        refused = "its distribution, or how it is drawn from, is not known" if is_sampler else "it takes a TensorDict"
+        stage.reason = self._why(part, refused)
+        return stage
+
+    def _why(self, part: Any, refused: str) -> str:
+        """Why `part` is called, if it was not `refused` for a reason that all parts share."""
+        held = getattr(part, "module", part)
+        name = getattr(held, "__name__", type(held).__name__)
+        if not self._fast:
+            return f"{name} is called: fast_policy=False, or it lies on another device"
+        return f"{name} is called: {'it has hooks inside' if is_altered(_inside(part)) else refused}"
 
     def _quick(self, part: TensorDictModule, in_keys: list[Key], arrays: dict[Key, np.ndarray]) -> Stage | None:
         """The array form of a small network."""
@@ -151,7 +177,12 @@ def _settings_of(module: nn.Module) -> tuple[Any, ...]:
             else tuple((key, value if isinstance(value, bool) else 0) for key, value in kwargs.items())
         )
         return (extras, module.distribution_class, given, module.default_interaction_type, module.return_log_prob)
-    return (extras, module.module, module.method) if isinstance(module, TensorDictModule) else (extras,)
+    if isinstance(module, TensorDictModule):
+        return (extras, module.module, module.method)
+    if type(module) is nn.Dropout:
+        return (extras, module.training)
+    is_recurrent = hasattr(type(module), "recurrent_mode")  # TorchRL's modules, which a context may switch over
+    return (extras, module.recurrent_mode) if is_recurrent else (extras,)
 
 
 def _inside(part: Any) -> list[nn.Module]:

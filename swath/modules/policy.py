@@ -171,6 +171,11 @@ class PolicyRunner:
         """The names of the stages that acted last, quick ones and slow ones; see `swath.modules.stages`."""
         return [type(stage).__name__ for stage in self._active]
 
+    @property
+    def reasons(self) -> list[str]:
+        """Of the stages that call a module: which it is, and why it is not run by arithmetic on rows."""
+        return [stage.reason for stage in self._active if stage.reason]
+
     def act(self, t: int) -> None:
         """Write what the policy does in step `t` into `outputs`."""
         try:

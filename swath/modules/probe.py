@@ -16,7 +16,7 @@ from swath.envs.rows import Rows
 from swath.errors import PolicyError, RowCountError, annotate, suggestion
 from swath.keys import IS_INIT, Key, after, as_key, as_path, nest
 from swath.modules.exploration import acting_type
-from swath.modules.parts import Watch, Writes, overlap
+from swath.modules.parts import Watch, Writes, is_left_alone, overlap
 from swath.modules.stages import ask
 from swath.modules.traces import without_trace
 
@@ -133,7 +133,7 @@ class Probe:
                 annotate(error, f"Raised by the policy's first call, in {self._env!r}, with {seen}. {DTYPES}")
                 raise
         declared = set(_keys_of(self._policy, "out_keys"))
-        visible = {k: v for k, v in _leaves(answer).items() if k in declared or v is not before.get(k)}
+        visible = {k: v for k, v in _leaves(answer).items() if k in declared or not is_left_alone(v, before.get(k))}
         self.writes = watch.conclude(visible)
         self.visible = list(visible)
         self.written = {key: self._held(key, value) for key, value in visible.items()}

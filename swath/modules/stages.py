@@ -38,6 +38,9 @@ class Stage:
     late: tuple[Key, ...] = ()
     """Keys that no step writes: their columns are filled when the slot is complete."""
 
+    reason = ""
+    """Why a module is called where arithmetic on rows would be quicker; empty for stages that are quick."""
+
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Make ready for `steps` steps."""
 
@@ -271,18 +274,17 @@ class Lasting:
     def __init__(self, original: Tensor) -> None:
         """Copy `original`, which is small, when it is asked for."""
         self._copy = copier(original)
-        self._bytes = None if original.device.type != "cpu" else original.detach().numpy().tobytes
-        self._given: tuple[Tensor, int, bytes] | None = None
+        self._original = original.detach().numpy() if original.device.type == "cpu" else None
+        self._given: tuple[Tensor, np.ndarray] | None = None
 
     def get(self) -> Tensor:
         """The copy."""
-        if self._bytes is None:
+        if self._original is None:
             return self._copy()
-        now, given = self._bytes(), self._given
-        if given is None or given[1] != given[0]._version or given[2] != now:
+        if self._given is None or self._given[1].tobytes() != self._original.tobytes():
             tensor = self._copy()
-            given = self._given = (tensor, tensor._version, now)
-        return given[0]
+            self._given = (tensor, tensor.numpy())
+        return self._given[0]
 
 
 def _gather(rows: Rows, keys: Iterable[Key], lanes: np.ndarray) -> Rows:

@@ -243,6 +243,31 @@ def test_additive_gaussian(sigma: float) -> None:
         assert (batch["action"] == 1.5).any()
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("kind", ["LSTMModule", "GRUModule"])
+def test_recurrent_modules(kind: str, layers: int) -> None:
+    memory = getattr(peer, kind)(4, 8, num_layers=layers, in_key="observation", out_key="features")
+    head = TensorDictModule(nn.Linear(8, 2), in_keys=["features"], out_keys=["logits"])
+    policy = TensorDictSequential(memory, head, actor(D.Categorical)[-1])
+    collector, first = begun(policy, encoded=True)
+    assert collector.policy_stages == ["RecurrentStage", "MLPStage", "CategoricalStage"]
+    for batch in (first, collector.next()):
+        states = [key for key in memory.in_keys[1:] if key != "is_init"]
+        for t in range(STEPS):
+            step = batch.select("observation", "is_init", *states)[:, t].clone()
+            with torch.no_grad():
+                told = policy(step)
+            for key in ("features", "logits", *(("next", state) for state in states)):
+                assert_same(batch[key][:, t], told[key])
+            if t:
+                begun_anew = batch["is_init"][:, t, 0]
+                for state in states:
+                    assert not batch[state][:, t][begun_anew].any()
+                    assert_same(batch[state][:, t][~begun_anew], batch["next", state][:, t - 1][~begun_anew])
+        assert_same(batch["action_log_prob"], D.Categorical(logits=batch["logits"]).log_prob(batch["action"]))
+    assert first["is_init"][:, 1:].any()
+
+
 def test_torchrl_is_not_imported_for_others() -> None:
     import subprocess
     import sys

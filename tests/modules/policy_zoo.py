@@ -253,12 +253,22 @@ ACTIVATIONS = {
     "leaky relu": nn.LeakyReLU(0.2),
     "steep leaky relu": nn.LeakyReLU(1.5),
     "elu": nn.ELU(0.7),
+    "softplus": nn.Softplus(),
+    "steep softplus": nn.Softplus(beta=30.0, threshold=3.0),
+    "mish": nn.Mish(),
+    "gelu": nn.GELU(),
+    "gelu by tanh": nn.GELU("tanh"),
+    "dropout in eval": nn.Dropout(0.5).eval(),
+    "layer norm": nn.LayerNorm(8),
+    "layer norm without bias": nn.LayerNorm(8, eps=0.1, bias=False),
+    "layer norm without parameters": nn.LayerNorm(8, elementwise_affine=False),
 }
 ENDS = {"low": torch.tensor([-2.0, -0.5]), "high": torch.tensor([1.0, 2.0])}
 
 DETERMINISTIC = {
     **{name: Case(lambda a=a: module(mlp(CHOICES, a))) for name, a in ACTIVATIONS.items()},
-    "gelu": Case(lambda: module(mlp(CHOICES, nn.GELU())), ("TorchStage",)),
+    "softsign": Case(lambda: module(mlp(CHOICES, nn.Softsign())), ("TorchStage",)),
+    "dropout": Case(lambda: module(mlp(CHOICES, nn.Dropout(0.0))), ("TorchStage",)),
     "no bias": Case(lambda: module(mlp(CHOICES, bias=False))),
     "one layer": Case(lambda: module(nn.Linear(SIZE, CHOICES))),
     "nested sequential": Case(

@@ -16,6 +16,8 @@ from tensordict.nn import (
 from torch import distributions as D
 from torch import nn
 
+from swath.rollout.loop import LoopSettings, RolloutLoop
+
 
 class ValueHead(TensorDictModuleBase):
     """Reads the observation and, without a word about it, everything that the actor has written."""
@@ -143,3 +145,37 @@ def test_a_sequence_with_a_forward_of_its_own_is_called_as_a_whole() -> None:
     again = TensorDictModule(lambda x, y: x[..., : zoo.CHOICES] + y.shape[-1], ["observation", "raw"], ["action"])
     policy = Twice(zoo.module(zoo.mlp(zoo.CHOICES), "raw"), again)
     assert zoo.stages_after(policy) == zoo.SLOW
+
+
+# -- why a part is slow ----------------------------------------------------------------------------------------------
+
+
+def hooked() -> Any:
+    policy = zoo.discrete()
+    policy[0].module[0].register_forward_hook(lambda *args: None)
+    return policy
+
+
+REASONS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
+    "known": (zoo.discrete, {}, []),
+    "trusted": (zoo.discrete, {"opaque_policy": True}, ["as a whole: trust_policy=True"]),
+    "asked for": (zoo.discrete, {"fast_policy": False}, ["Sequential is called: fast_policy=False", "fast_policy"]),
+    "own forward": (lambda: zoo.discrete(net=zoo.OwnForward()), {}, ["OwnForward is called: no small stack"]),
+    "hooks": (hooked, {}, ["Sequential is called: it has hooks inside"]),
+    "foreign": (lambda: TensorDictSequential(zoo.discrete(), ValueHead()), {}, ["ValueHead is called: it takes"]),
+    "distribution": (
+        lambda: zoo.discrete(lambda logits: D.Categorical(logits=logits * 2)), {}, ["its distribution, or how"]
+    ),
+    "function": (lambda: lambda td: td.set("action", td["observation"][..., :3]), {}, ["none of tensordict's modules"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_plan_says_why_a_part_is_called(name: str) -> None:
+    make, options, wanted = REASONS[name]
+    runner = RolloutLoop(zoo.WaveEnv(), make(), LoopSettings(**options)).policy
+    with torch.no_grad():
+        runner.begin(1, None)
+    assert len(runner.reasons) == len(wanted)
+    for reason, words in zip(runner.reasons, wanted, strict=True):
+        assert words in reason

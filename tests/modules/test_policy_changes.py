@@ -74,6 +74,11 @@ def replace_an_activation_at_the_same_address(policy: Any) -> None:
     zoo.layers_of(policy)[1] = next((relu for relu in found if id(relu) == old), found[0])
 
 
+def put_in_a_layer_norm(policy: Any) -> None:
+    zoo.layers_of(policy)[1] = nn.LayerNorm(8)
+    nn.init.uniform_(zoo.layers_of(policy)[1].weight)
+
+
 def replace_a_layer(policy: Any) -> None:
     zoo.layers_of(policy)[2] = nn.Linear(8, zoo.CHOICES)
 
@@ -89,7 +94,7 @@ def replace_the_network(policy: Any) -> None:
 CHANGES = [
     *(change_in_place, step_an_optimizer, load_others, assign_others, replace_a_parameter, swap_the_data, widen),
     *(remove_a_bias, replace_an_activation, replace_an_activation_at_the_same_address, replace_a_layer, add_layers),
-    replace_the_network,
+    *(replace_the_network, put_in_a_layer_norm),
 ]
 
 
@@ -120,7 +125,7 @@ def test_a_batch_comes_from_one_set_of_weights() -> None:
 
 
 def replace_the_network_by_one_that_is_not_understood(policy: Any) -> None:
-    policy[0].module = nn.Sequential(nn.Linear(zoo.SIZE, zoo.CHOICES), nn.LayerNorm(zoo.CHOICES))
+    policy[0].module = nn.Sequential(nn.Linear(zoo.SIZE, zoo.CHOICES), nn.Softsign())
 
 
 def put_in_a_lazy_layer(policy: Any) -> None:

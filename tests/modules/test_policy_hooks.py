@@ -112,7 +112,7 @@ def test_a_forward_that_only_one_module_has(where: Callable[[Any], nn.Module]) -
 
 @pytest.mark.parametrize("is_made_inside", [True, False])
 @pytest.mark.parametrize(
-    "make", [zoo.discrete, lambda: zoo.discrete(net=nn.Sequential(zoo.mlp(zoo.CHOICES), nn.GELU()))]
+    "make", [zoo.discrete, lambda: zoo.discrete(net=nn.Sequential(zoo.mlp(zoo.CHOICES), nn.Softsign()))]
 )
 def test_autocast(make: Callable[[], Any], is_made_inside: bool) -> None:
     policy = make()
