@@ -135,9 +135,10 @@ class Replacements:
         self._planned[index] = (time.monotonic() + pause_s, error)
 
     def due(self) -> Iterator[tuple[int, BaseException]]:
-        """Those whose time has come, and why they are replaced. They stay until they are forgotten."""
+        """Those whose time has come, and why they are replaced: each is forgotten when its turn comes."""
         for index, planned in list(self._planned.items()):
             if planned[0] <= time.monotonic() and self._planned.get(index) is planned:
+                self.forget(index)
                 yield index, planned[1]
 
     def forget(self, index: int) -> None:

@@ -74,13 +74,16 @@ class SocketLink:
         place = None if layout is None else Place(Columns(*layout), 0, layout[1][0])
         self._mail.put(message if place is None else replace(message, place=place))
 
-    def _keep(self, topic: Topic, values: Values, version: int, contents: SnapshotContents | None = None) -> None:
+    def _keep(
+        self, topic: Topic, values: Values | None, version: int, released: int, contents: SnapshotContents | None = None
+    ) -> None:
         """Weights: the first that come from where the worker has just been subscribed to come with `contents`."""
         if contents is not None:
             self._snapshots[topic] = Snapshots(contents, private=True)
             self._mail.put(Subscribe(topic, self._snapshots[topic]))
-        if version >= 0:
-            self._snapshots[topic].publish(values, version)
+        if values is not None and version >= 0:
+            self._snapshots[topic].publish(values, version, releases=False)
+        self._snapshots[topic].release(released)
 
     def has_news(self) -> bool:
         return not self._mail.empty()
@@ -113,10 +116,11 @@ class SentSnapshots(Snapshots):
         super().__init__(contents, private=True)
         self.subscribers: list[tuple[End, Topic]] = []
 
-    def publish(self, values: Values, version: int) -> None:
-        super().publish(values, version)
+    def release(self, version: int) -> None:
+        super().release(version)
+        values = self.snapshot() if self.version == version else None
         for worker, topic in self.subscribers:
-            worker.call("weights", topic, self.snapshot(), version)
+            worker.call("weights", topic, values, version, version)
 
 
 class SocketCarrier:
@@ -197,4 +201,4 @@ class SocketCarrier:
     def subscribe(self, index: int, topic: Topic, snapshots: SentSnapshots) -> None:
         snapshots.subscribers.append((self._ends[index], topic))
         values = {} if snapshots.version < 0 else snapshots.snapshot()
-        self._ends[index].call("weights", topic, values, snapshots.version, snapshots.contents)
+        self._ends[index].call("weights", topic, values, snapshots.version, snapshots.released, snapshots.contents)

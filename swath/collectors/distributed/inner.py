@@ -212,6 +212,7 @@ class InnerCollector(MultiCollector):
                 publisher.publish(model_id, weights, workers)
             else:  # of a state that was loaded: workers may hold newer ones
                 publisher.reset(model_id, weights, version, workers)
+        publisher.release()
 
     def _report(self) -> None:
         """Tell the trainer how the workers are doing. Frames that it would lose with this node are pending."""
