@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -119,7 +120,11 @@ class Delivery(ABC):
 
     @property
     def undelivered_frames(self) -> int:
-        """Frames that are collected and wait."""
+        """Frames that are collected and wait to be delivered; what is in the replay buffer waits for nothing."""
+        return 0 if self.terms.writes else self._finished_frames
+
+    @property
+    def _finished_frames(self) -> int:
         return sum(part.frames for part in list(self.pool.finished))
 
     def settle(self) -> None:
@@ -133,14 +138,28 @@ class Delivery(ABC):
     @property
     def discarded_frames(self) -> int:
         """Frames that were collected and given up on purpose: because of a new seed, or another state."""
-        unclaimed = [receipt for receipt in list(self.pool.unclaimed) if isinstance(receipt, Receipt)]
-        return self._discarded + sum(receipt.frames for receipt in unclaimed)
+        unclaimed = [] if self.terms.writes else [receipt for _, receipt in list(self.pool.unclaimed)]
+        return self._discarded + sum(receipt.frames for receipt in unclaimed if isinstance(receipt, Receipt))
 
     def discard(self, others: int = 0) -> None:
         """Give up what was collected and not delivered; and so many frames that another collector has lost."""
         with self.pool.section:
-            self._discarded += self.undelivered_frames + others
-            self.pool.finished.clear()
+            given_up, self.pool.finished = list(self.pool.finished), deque()
+            self._discarded += others
+            self._void(given_up)
+
+    def _void(self, parts: Sequence[Part]) -> None:
+        """Parts that nobody will get. What is in the replay buffer counts all the same, whoever has forgotten it."""
+        if not self.terms.writes:
+            self._discarded += sum(part.frames for part in parts)
+            return
+        for part in parts:
+            self._spend(part.index, part.frames)
+        with self.pool.section:
+            unclaimed, self.pool.unclaimed = list(self.pool.unclaimed), deque()
+        for index, receipt in unclaimed:
+            if isinstance(receipt, Receipt):
+                self._spend(index, receipt.frames)
 
     def lost(self, index: int, written: int) -> None:
         """A worker has failed: what it had `written` of an order to the replay buffer counts, and is not done again."""
@@ -174,10 +193,13 @@ class Delivery(ABC):
 
     def _count(self, parts: Sequence[Part]) -> None:
         for part in parts:
-            self.budget.spend(part.frames)
-            if part.index in self._counted:
-                self._counted[part.index] += part.frames
+            self._spend(part.index, part.frames)
         self.batches += 1
+
+    def _spend(self, index: int, frames: int) -> None:
+        self.budget.spend(frames)
+        if index in self._counted:
+            self._counted[index] += frames
 
     def _is_random(self, frames: int) -> bool:
         """Whether a batch is to be random when so many frames were collected before."""
@@ -269,7 +291,9 @@ class Barrier(Delivery):
             if not any(part.is_given_up for part in parts):
                 self._count(done)
                 return done
-            self._discarded += sum(part.frames for part in done)
+            self._void(done)
+            if self.terms.writes and self.budget.is_spent:
+                return done
 
     def _collected(self, parts: list[Part]) -> list[Part]:
         for part in parts:
@@ -385,7 +409,7 @@ class FirstCome(Delivery):
                     continue
                 if self.max_staleness is not None and len(pool.under_way) + len(waiting) >= self.max_staleness + ahead:
                     return
-                begun = self.undelivered_frames + sum(part.steps for part in pool.under_way) * self.terms.lanes
+                begun = self._finished_frames + sum(part.steps for part in pool.under_way) * self.terms.lanes
                 steps = self.terms.steps[index]
                 steps = self.budget.steps(steps * max(1, self._least // steps), self.terms.lanes, begun)
                 if not steps:

@@ -326,7 +326,7 @@ class EngineJob(Reflection):
     def adopt(self) -> None:
         """Act with the newest weights from now on."""
         if not self.engine.is_stepping and self._weights.adopt(self.engine.model_to_load):
-            self.engine.version = self._weights.version
+            self.engine.version = max(self.engine.version, self._weights.version)  # it never goes back
 
     def idle(self) -> None:
         """Nothing is done meanwhile."""

@@ -64,7 +64,7 @@ class AsReadyLoop(RolloutLoop):
         """Fill `slot` with complete frames; with `random` actions if so asked."""
         began = perf_counter()
         env, lanes, interruptor = self.env, self.lanes, self.settings.interruptor
-        self._is_random, self.was_stopped = random, False
+        self._is_random, self.was_stopped, self._acting = random, False, self.version
         in_env, self._in_policy, filled = 0.0, 0.0, 0
         frames, flat = slot.lanes * slot.steps, _flat(slot)
         most = slot.steps if self.settings.stack_envs else frames
@@ -141,7 +141,7 @@ class AsReadyLoop(RolloutLoop):
         for key in self._recorded:
             begun[key][rows] = outputs.arrays[key][rows]
         if self._stamps:
-            begun[POLICY_VERSION][rows] = self.version
+            begun[POLICY_VERSION][rows] = self._acting
         self._begun_here[rows] = True
         took = perf_counter() - acted_at
         self._in_policy += took

@@ -202,7 +202,8 @@ class Engine:
         if begins and self.settings.pre_collect_hook is not None:
             self.settings.pre_collect_hook()
         if self.env.stepped_by is not self._loop.lanes:
-            warnings.warn(f"{self.env!r} was used elsewhere meanwhile: all episodes begin anew.", stacklevel=3)
+            cause = "was used elsewhere meanwhile, or a reset of it was interrupted"
+            warnings.warn(f"{self.env!r} {cause}: all episodes begin anew.", stacklevel=3)
             self.reset()
         if begins and self.settings.reset_at_each_iter and not self._is_fresh:
             self.reset()

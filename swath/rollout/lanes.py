@@ -127,6 +127,7 @@ class Lanes:
 
     def restart(self, lanes: Sequence[int]) -> None:
         """Cut off the episodes of `lanes` and begin new ones, with new ids."""
+        self.env.stepped_by = None  # if this is interrupted, all begin anew: nobody knows which have
         self.env.reset_into(lanes, self.out)
         self.have_restarted(lanes, lanes)
 

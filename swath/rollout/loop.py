@@ -113,6 +113,8 @@ class RolloutLoop:
         """The smallest number of frames that can be collected at a time."""
         self.version = 0
         """The version of the weights that the policy acts with."""
+        self._acting = 0
+        """The version that the present slot is made with: another thread may count one up meanwhile."""
         self.steps = 0
         """How many steps were ever made."""
         self.stats = RolloutStats()
@@ -149,7 +151,7 @@ class RolloutLoop:
         begun = perf_counter()
         policy, env, lanes = self.policy, self.env, self.lanes
         interruptor, single = self.settings.interruptor, lanes.count == 1
-        steps, in_policy, in_env = 0, 0.0, 0.0
+        steps, in_policy, in_env, self._acting = 0, 0.0, 0.0, self.version
         self.was_stopped = False
         with torch.no_grad(), self._exploring(), self.randomness.applied():
             acted = policy.begin(slot.steps, self.randomness.generator, random)
@@ -292,7 +294,7 @@ class RolloutLoop:
     def _stamp(self, tensors: dict[Key, torch.Tensor]) -> None:
         """Write down which version has acted."""
         if POLICY_VERSION not in self.policy.outputs.tensors:  # else it is said by an inference server's client
-            tensors[POLICY_VERSION].fill_(self.version)
+            tensors[POLICY_VERSION].fill_(self._acting)
         tensors[after(POLICY_VERSION)].copy_(tensors[POLICY_VERSION])
 
     def _cut_off(self, ended: np.ndarray, real: np.ndarray | None) -> np.ndarray:
@@ -320,7 +322,7 @@ class RolloutLoop:
         self.lanes.meter.measure(rewards, ended, real, stats, self._broken())
         self._warn_of_nan(slot, steps)
         self.steps += steps
-        return Receipt(steps, frames, self.version, self.steps - steps, total=stats.frames)
+        return Receipt(steps, frames, self._acting, self.steps - steps, total=stats.frames)
 
     def _warn_of_nan(self, slot: Slot, steps: int) -> None:
         """Once for each key: in what the env answered, and in what it began with."""

@@ -92,8 +92,8 @@ class Pool(Generic[W]):
         """Finished work that nobody has taken, in the order in which it was finished."""
         self.last_receipt: dict[int, object] = {}
         """Of each worker that has given one."""
-        self.unclaimed: deque[object] = deque()
-        """Receipts of work that was forgotten meanwhile."""
+        self.unclaimed: deque[tuple[int, object]] = deque()
+        """Workers, and their receipts of work that was forgotten meanwhile."""
         self.restarts = 0
         self.failure: BaseException | None = None
         self.is_closed = False
@@ -336,7 +336,7 @@ class Pool(Generic[W]):
             work.receipt, work.is_over = news.receipt, True
             self.finished.append(work)
         else:
-            self.unclaimed.append(news.receipt)
+            self.unclaimed.append((index, news.receipt))
 
     def expect_progress(self, indices: Iterable[int]) -> None:
         """From now on, these workers are expected to move."""

@@ -709,3 +709,15 @@ def test_slices_are_whole_however_frames_came(make: Make, env: Any, options: Any
     for _ in range(25):
         collector.next()
         assert_slices_are_whole(kept.sample(60), lambda lane, episode: length_of(lengths, lane, episode))
+
+
+@over(MIXED)
+def test_what_is_in_the_buffer_counts_whatever_is_given_up(make: Make) -> None:
+    """A new seed makes void what was collected ahead, but not what was written."""
+    collector = make(replay_buffer=buffer(), batches=20)
+    for number, _ in enumerate(collector):
+        if number % 3 == 0 and number < 10:
+            collector.set_seed(number)
+    stats = collector.stats()
+    assert stats["frames"] == len(collector.replay_buffer) == collector.total_frames
+    assert stats["dropped_frames"] == 0

@@ -235,15 +235,17 @@ def test_the_random_stream_goes_on(make: Make) -> None:
 
 @over(MIXED)
 def test_iterating_with_a_buffer(make: Make) -> None:
+    """What is in the buffer counts, also what workers have written ahead of the consumer."""
     first = make(replay_buffer=buffer(), batches=10)
     for _ in range(4):
         first.next()
     state = saved(first.state_dict())
-    assert state["frames"] == 4 * first.requested_frames_per_batch
+    assert 4 * first.requested_frames_per_batch <= state["frames"] <= len(first.replay_buffer)
     second = make(replay_buffer=buffer(), batches=10)
     second.load_state_dict(state)
-    assert list(second) == [None] * 6
-    assert len(second.replay_buffer) == 6 * first.requested_frames_per_batch
+    left = first.total_frames - state["frames"]
+    assert len(list(second)) == -(-left // first.requested_frames_per_batch)
+    assert len(second.replay_buffer) == left
 
 
 @over(MIXED)

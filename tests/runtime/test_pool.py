@@ -159,7 +159,8 @@ def test_a_question_may_discard_work(carrier: Carrier) -> None:
     assert pool.outstanding(0) == 0
     assert all(work.is_given_up for work in works if work not in pool.finished)
     assert do(pool, 0, "next")[1] == "next"
-    done = [receipt[1] for receipt in (*(work.receipt for work in pool.finished), *pool.unclaimed)]  # type: ignore[index]
+    receipts = (*(work.receipt for work in pool.finished), *(receipt for _, receipt in pool.unclaimed))
+    done = [receipt[1] for receipt in receipts]  # type: ignore[index]
     log = pool.ask({0: lambda job: [each for each in job.log if each != "question"]}, "x")[0]
     assert log == [*range(len(done) - 1), "next"]
     assert set(done) == set(log), "what was done all the same is not lost"  # type: ignore[call-overload]
