@@ -52,8 +52,7 @@ class Slot:
             key: tensor.numpy() if self._is_on_cpu else tensor for key, tensor in self.tensors.items()
         }
         """Arrays on the CPU, tensors elsewhere."""
-        shape = (*batch_size, self.steps)
-        self._shaped = {key: column.reshape(*shape, *column.shape[2:]) for key, column in self.columns.items()}
+        self._shaped = {key: column.reshape(self._shape_of(column)) for key, column in self.columns.items()}
         """The same as they are handed out."""
         self.bound: Any = None
         """What whoever fills the slot remembers of it."""
@@ -63,6 +62,9 @@ class Slot:
     def over(memory: Columns, batch_size: tuple[int, ...]) -> Slot:
         """The slot of this memory, which may exist already."""
         return _slots.get(id(memory)) or Slot(memory, batch_size)
+
+    def _shape_of(self, column: Any) -> tuple[int, ...]:
+        return (*self.batch_size, self.steps, *column.shape[2:])
 
     def array(self, key: Key) -> np.ndarray:
         """The column `key` as an array; a copy of it, if it lies on another device."""
@@ -108,7 +110,7 @@ class Slot:
             self._handed_out += map(weakref.ref, fresh)
             entries = dict(zip(keys, map(from_array, fresh), strict=True))
         else:
-            entries = {key: shaped[key] for key in keys}
+            entries = {key: self.tensors[key].reshape(self._shape_of(self.tensors[key])) for key in keys}
         if steps < self.steps:
             time = len(self.batch_size)
             entries = {key: tensor.narrow(time, 0, steps).contiguous() for key, tensor in entries.items()}
