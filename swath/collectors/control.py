@@ -255,9 +255,8 @@ class Control(ABC):
         sums = {name: value if name.startswith("time/") else int(value) for name, value in sums.items()}
         frames, total = self._frames, self.config.total_frames
         pending = sums["pending_frames"] + self._episodes.pending_frames
-        # Of episodes that nobody will get any more; what nodes have made ahead is no frame of ours.
-        left = self._episodes.pending_frames + (sums["pending_frames"] if delivery.terms.writes else 0)
-        left = left if self.closed else 0
+        own = self._episodes.pending_frames + (sums["pending_frames"] if delivery.terms.writes else 0)
+        left = own if self.closed else 0  # of episodes that nobody will get; what nodes make ahead is not ours
         found = {
             **sums,
             "time/waiting": sum(row["time/waiting"] for row in rows),

@@ -174,6 +174,7 @@ def _served(method: str, deadline: float, timeout_s: float) -> Process:
             end.close()
             status.release()
     if not connection.wait([sentinel.fd], max(0.0, deadline - time.monotonic())):
+        sentinel.release()
         raise TimeoutError(
             f"The server that starts worker processes has not answered within start_timeout_s={timeout_s:g} s: it "
             "imports torch and swath first, and is slow in that, or it is stopped."

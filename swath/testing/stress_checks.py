@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 from tensordict import TensorDictBase
@@ -122,3 +124,9 @@ class Watchdog:
                     print(f"HANGS: {name}, for {now - since:.0f} s, in thread 0x{thread:x}", flush=True)
                     faulthandler.dump_traceback(sys.stdout)
                     os._exit(3)
+
+
+def mapped_memory() -> int:
+    """How much shared memory of ours this process has."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:swath")

@@ -28,7 +28,7 @@ from tensordict import TensorDictBase
 
 from swath.data import ReplayBuffer
 from swath.errors import ClosedError, WorkerDiedError
-from swath.testing.stress_checks import FrameLedger, Watchdog
+from swath.testing.stress_checks import FrameLedger, Watchdog, mapped_memory
 from swath.testing.stress_plan import Plan
 
 Act = Callable[[random.Random], object]
@@ -60,6 +60,7 @@ class Round:
         self.pids, self.forks = set[int](), set[int]()
         self.values = itertools.count(1)
         self.agents: list[threading.Thread] = []
+        self.mapped = mapped_memory()
 
     def _new_ledger(self) -> FrameLedger:
         return FrameLedger(self.plan.lengths, self.plan.options["max_frames_per_traj"])
@@ -413,7 +414,7 @@ class Round:
         self.kept, self.buffer, self.lent = [], None, None
         del self.collector, self.stream
         gc.collect()
-        assert "memfd:swath" not in Path("/proc/self/maps").read_text(), "shared memory is still mapped"
+        assert mapped_memory() <= self.mapped, "shared memory is still mapped"
 
     def _shut_down(self) -> None:
         try:

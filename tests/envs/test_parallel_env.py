@@ -1,5 +1,6 @@
 """ParallelEnv: what SerialEnv does, in other processes."""
 
+import gc
 import itertools
 import os
 import sys
@@ -451,6 +452,7 @@ def test_wrong_arguments_are_refused(whole: Whole) -> None:
 
 
 def test_wrong_arguments_are_refused_before_anything_starts() -> None:
+    gc.collect()  # what is left of other tests
     before = set(os.listdir("/proc/self/fd"))
     for count in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="envs_per_worker must be a positive whole number"):
@@ -466,7 +468,7 @@ def test_wrong_arguments_are_refused_before_anything_starts() -> None:
             ParallelEnv(2, CountingGymEnv, **{name: True})
     with pytest.raises(TypeError, match=r"unknown argument: env_per_worker=2\. Did you mean 'envs_per_worker'"):
         ParallelEnv(2, CountingGymEnv, env_per_worker=2)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_names_that_tune_other_implementations_do_nothing(close: Close) -> None:
