@@ -256,7 +256,7 @@ class Episodes:
         for pieces in (*self._ready, *(running.pieces for running in self._running.values())):
             for number, stretch in enumerate(pieces):
                 if stretch.chunk in sparse:
-                    pieces[number] = Stretch(Chunk(stretch.slice().apply(torch.clone)), 0, len(stretch))
+                    pieces[number] = Stretch(Chunk(stretch.slice().apply(torch.clone)), 0, stretch.size)
 
     def _warn_of(self, running: _Running) -> None:
         """Say once that frames may pile up."""
@@ -315,7 +315,7 @@ class Episodes:
                 self._ready.append(_whole(cut_off(_joined(running.pieces))))
                 continue
             for stretch in running.pieces:
-                stretch.chunk.live -= len(stretch)
+                stretch.chunk.live -= stretch.size
             self._held -= running.frames
             self.dropped += running.frames
             self.left_out["unfinished"] += 1
@@ -364,7 +364,7 @@ def _padded(episodes: list[list[Stretch]]) -> TensorDict:
         at = number * shape[1]
         for stretch in episode:
             places.append(at)
-            at += len(stretch)
+            at += stretch.size
     laid = laid_out([stretch for episode in episodes for stretch in episode], places, shape[0] * shape[1])
     entries = {key: tensor.view(*shape, *tensor.shape[1:]) for key, tensor in laid.items()}
     mask = torch.from_numpy(np.arange(shape[1]) < lengths[:, None])  # [N, longest]
@@ -391,7 +391,7 @@ def _joined(pieces: list[Stretch]) -> TensorDictBase:
     """One after the other: as they lie, if there is but one."""
     if len(pieces) == 1:
         return pieces[0].slice()
-    lengths = np.array(list(map(len, pieces)))
+    lengths = np.array([stretch.size for stretch in pieces])
     size = int(lengths.sum())
     laid = laid_out(pieces, (np.cumsum(lengths) - lengths).tolist(), size)
     return trusted(laid, (size,), pieces[0].chunk.frames.device, names=["time"])

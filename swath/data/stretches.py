@@ -66,7 +66,9 @@ class Stretch(NamedTuple):
     first: int
     end: int
 
-    def __len__(self) -> int:
+    @property
+    def size(self) -> int:
+        """How many they are."""
         return self.end - self.first
 
     def slice(self) -> TensorDictBase:
@@ -84,31 +86,36 @@ def laid_out(stretches: Sequence[Stretch], places: Sequence[int], size: int) -> 
     by_chunk: dict[Chunk, list[int]] = {}
     for number, stretch in enumerate(stretches):
         by_chunk.setdefault(stretch.chunk, []).append(number)
-    first, end, place = (
-        np.array(each) for each in ([s.first for s in stretches], [s.end for s in stretches], list(places))
-    )
+    first, sizes = np.array([one.first for one in stretches]), np.array([one.size for one in stretches])
+    place = np.array(places)
     indices = {
-        chunk: (_ranges(first[own], (end - first)[own]), _ranges(place[own], (end - first)[own]))
-        for chunk, own in by_chunk.items()
+        chunk: (_ranges(first[own], sizes[own]), _ranges(place[own], sizes[own])) for chunk, own in by_chunk.items()
     }
+    on_devices: dict[torch.device, dict[Chunk, tuple[Tensor, Tensor]]] = {}
     entries: dict[Key, Tensor] = {}
-    is_covered = size == length_of(stretches)
+    is_covered = size == int(sizes.sum())
     for key, example in stretches[0].chunk.leaves.items():
         shape = (size, *example.shape[1:])
         out = (torch.empty if is_covered else torch.zeros)(shape, dtype=example.dtype, device=example.device)
         if example.device.type != "cpu":
-            for chunk, (source, target) in indices.items():
-                to, of = torch.from_numpy(target).to(out.device), torch.from_numpy(source).to(out.device)
+            if out.device not in on_devices:
+                on_devices[out.device] = {chunk: _tensors(pair, out.device) for chunk, pair in indices.items()}
+            for chunk, (of, to) in on_devices[out.device].items():
                 out[to] = chunk.leaves[key][of]
         elif example[:1].nbytes > LARGE:
             for stretch, begin in zip(stretches, places, strict=True):
-                out[begin : begin + len(stretch)] = stretch.chunk.leaves[key][stretch.first : stretch.end]
+                out[begin : begin + stretch.size] = stretch.chunk.leaves[key][stretch.first : stretch.end]
         else:
             array = array_of(out)
             for chunk, (source, target) in indices.items():
                 array[target] = chunk.arrays[key][source]
         entries[key] = out
     return entries
+
+
+def _tensors(pair: tuple[np.ndarray, np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
+    of, to = (torch.from_numpy(index).to(device) for index in pair)
+    return of, to
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
