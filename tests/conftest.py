@@ -21,6 +21,12 @@ hypothesis.settings.load_profile("same")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Workers of pytest-xdist that find other names give up: an address in a name differs in each process."""
+    if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"Give ids to the parameters of {named[0]}: an address is no name.")
+
+
 @pytest.fixture(autouse=True)
 def distributions_are_validated() -> None:
     """Importing TorchRL, as some tests do, switches validation off for the whole process; others rely on it."""

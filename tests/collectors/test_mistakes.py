@@ -202,7 +202,9 @@ def policies() -> list[Any]:
     return [net(), nn.Linear(3, 2)]
 
 
-@pytest.mark.parametrize("env", [CountingEnv, CountingEnv(), CountingGymEnv(), None], ids=repr)
+@pytest.mark.parametrize(
+    "env", [CountingEnv, CountingEnv(), CountingGymEnv(), None], ids=["class", "env", "gym", "none"]
+)
 @over(MIXED)
 def test_env_and_policy_in_the_wrong_order(kind: Kind, env: Any) -> None:
     for policy in policies():
