@@ -134,32 +134,35 @@ class EnvBase(NotOfTorchRL):
 
     def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
         """Begin a new episode in each of `lanes` and write its first observation into `out`."""
-        index = torch.as_tensor(list(lanes), device=self.rows_device or CPU)
-        request = TensorDict({}, batch_size=self.batch_size)
+        chosen = np.asarray(lanes, np.int64)
+        seen: dict[Key, Tensor] = {}
         if len(lanes) < self.num_lanes:
-            mask = torch.zeros(self.num_lanes, dtype=torch.bool, device=self.rows_device or CPU)
-            mask[index] = True
-            seen: dict[Key, Tensor] = {key: out.tensors[key].clone() for key in self.observation_keys}
-            seen[RESET] = mask.view(*self.batch_size, 1)
-            request = TensorDict(nest(seen), batch_size=self.batch_size)
-        answer = self._reset(request)
+            mask = np.zeros(self.num_lanes, bool)
+            mask[chosen] = True
+            seen = {key: out.copy(key) for key in self.observation_keys}
+            seen[RESET] = torch.from_numpy(mask).view(*self.batch_size, 1).to(self.rows_device or CPU)
+        answer = self._reset(trusted(seen, self.batch_size, None))
         for key in self.observation_keys:
             target = out.tensors[key]
             value = self._answered(answer, key, target, "_reset").detach().to(target)
             flat = (self.num_lanes, *target.shape[len(self.batch_size) :])
+            if key in out.arrays:
+                out.arrays[key][chosen] = value.numpy().reshape(flat)[chosen]
+                continue
+            index = torch.from_numpy(chosen).to(target.device)
             writable(target.view(flat))[index] = writable(value.reshape(flat)[index])
 
     def step_into(self, action: Rows, out: Rows) -> bool:
         """Step every lane with `action`; write what happened into `out`. Return whether any lane finished."""
-        given = {key: out.tensors[key].clone() for key in self.observation_keys}
-        given.update({key: action.tensors[key].clone() for key in self.action_keys})
-        answer = self._step(TensorDict(nest(given), batch_size=self.batch_size))
+        given = {key: out.copy(key) for key in self.observation_keys} | {k: action.copy(k) for k in self.action_keys}
+        answer = self._step(trusted(given, self.batch_size, None))
         for key in (*self.observation_keys, REWARD):
             target = out.tensors[key]
             target.copy_(self._answered(answer, key, target, "_step").detach())
         for key, flag in zip((TERMINATED, TRUNCATED), self._ends(answer, out), strict=True):
             out.tensors[key].copy_(flag)
-        return bool((out.tensors[TERMINATED] | out.tensors[TRUNCATED]).any())
+        ends: Any = out.arrays if TERMINATED in out.arrays else out.tensors
+        return bool(ends[TERMINATED].any() or ends[TRUNCATED].any())
 
     @property
     def can_step_lanes(self) -> bool:
@@ -195,11 +198,10 @@ class EnvBase(NotOfTorchRL):
 
     def _ends(self, answer: TensorDictBase, out: Rows) -> tuple[Tensor, Tensor]:
         """terminated and truncated, from whichever of the three flags `_step` wrote."""
-        found = {
-            key: self._answered(answer, key, out.tensors[TERMINATED], "_step").bool()
-            for key in FLAGS
-            if answer.get(key, None) is not None
-        }
+        wanted = [key for key in (TERMINATED, TRUNCATED) if answer.get(key, None) is not None]
+        if len(wanted) < 2 and answer.get(DONE, None) is not None:
+            wanted.append(DONE)
+        found = {key: self._answered(answer, key, out.tensors[TERMINATED], "_step").bool() for key in wanted}
         if not found:
             raise KeyError(
                 f"{type(self).__name__}._step returned none of {FLAGS}, only "
