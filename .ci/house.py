@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LONGEST = 450
-SIZES = {"swath": 31_900, "tests": 38_400}
+SIZES = {"swath": 32_400, "tests": 38_700}
 """Lines in all: what there is now. They go up only with something new for users, and by no more than that takes."""
 SAME_NAMES = {
     "__init__.py": "packages",
@@ -34,7 +34,7 @@ THIRD_PARTY = {
         "_init_rpc_states _is_current_rpc_agent_set _reset_current_rpc_agent _update_group_membership"
     ),
     "torch.Tensor": "_version",
-    "torch.nn.Module": "_buffers _forward_hooks _forward_pre_hooks _orig_mod _parameters",
+    "torch.nn.Module": "_buffers _forward_hooks _forward_pre_hooks _modules _orig_mod _parameters",
     "torchrl.modules.MLP": "_reshape_out",
     "torch.nn.modules": "_NormBase _global_forward_hooks _global_forward_pre_hooks",
     "weakref.finalize": "_exitfunc _registry",

@@ -33,6 +33,7 @@ from swath.collectors.reflection import argument
 from swath.collectors.worker import Call, EngineJob
 from swath.data import ReplayBuffer
 from swath.errors import ClosedError, EndlessError
+from swath.modules.stages import StageName
 from swath.rollout.slots import named_batch
 from swath.runtime.columns import Columns
 
@@ -255,6 +256,15 @@ class BaseCollector(Control, IterableDataset[Any]):
     def replay_buffer(self) -> Any:
         """The buffer that is written to, if there is one."""
         return self.config.replay_buffer
+
+    @property
+    def policy_stages(self) -> list[StageName]:
+        """How the policy ran in the last batch, or will run in the first: by which stages, in worker 0.
+
+        `MLPStage` and sampling stages are quick. Those that call a module are slower, and are shown with the reason.
+        """
+        stages: list[StageName] = self._first(Call(EngineJob.tell_stages), "policy_stages")
+        return stages
 
     # -- in the background -------------------------------------------------------------------------------------
 

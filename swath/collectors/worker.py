@@ -15,6 +15,7 @@ from swath.collectors.reflection import Reflection
 from swath.data.write_notes import WriteNotes
 from swath.envs.registry import Registered
 from swath.keys import Key
+from swath.modules.stages import StageName
 from swath.rollout.engine import Engine, has_weights
 from swath.rollout.engine_settings import EngineSettings
 from swath.rollout.loop import Interruptor, Receipt
@@ -202,6 +203,10 @@ class EngineJob(Reflection):
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on elsewhere."""
         return self.engine.state_dict()
+
+    def tell_stages(self) -> list[StageName]:
+        """How the policy runs."""
+        return self.engine.policy_stages
 
     # -- what the collector asks for, beside these -------------------------------------------------------------
 

@@ -9,9 +9,10 @@ takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from swath.envs.utils import ExplorationType, exploration_type, set_exploration_type
@@ -34,10 +35,15 @@ def acting_type() -> ExplorationType | None:
     return _of_this_thread.get() or exploration_type()
 
 
-def exploring_in_modules() -> AbstractContextManager[Any]:
-    """A context in which modules that we do not know see the type that counts here."""
+def as_explored(call: Callable[..., Any]) -> Callable[..., Any]:
+    """What calls a module that we do not know so that it sees the type that counts here and now."""
     kind = _of_this_thread.get()
-    return nullcontext() if kind is None else set_exploration_type(kind)
+    return call if kind is None else partial(_explored, kind, call)
+
+
+def _explored(kind: ExplorationType, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with set_exploration_type(kind):
+        return call(*args, **kwargs)
 
 
 __all__ = ["ExplorationType", "exploration_type", "set_exploration_type"]

@@ -231,6 +231,12 @@ class DeltaStage(SamplingStage):
         return torch.where(values[0].isfinite().all(-1), math.inf, -math.inf)
 
 
+def params_of(module: ProbabilisticTensorDictModule) -> dict[str, Key]:
+    """The keys that the distribution's parameters are read from, by name."""
+    names = [name if isinstance(name, str) else str(name[-1]) for name in module.dist_keys]
+    return dict(zip(names, map(as_key, module.in_keys), strict=True))
+
+
 def sampling_stage(
     module: ProbabilisticTensorDictModule,
     reads: Mapping[Key, np.ndarray],
@@ -243,12 +249,11 @@ def sampling_stage(
     kwargs = {} if module.distribution_kwargs is None else dict(module.distribution_kwargs.items())
     family = _family_of(module.distribution_class)
     exploration = exploration or module.default_interaction_type
-    if family is None or exploration not in (InteractionType.RANDOM, *family.greedy) or not _is_plain(module):
+    if family is None or exploration not in (InteractionType.RANDOM, *family.greedy) or not draws_once(module):
         return None
     if not {name for name, value in kwargs.items() if (name, value) not in IDLE} <= family.kwargs:
         return None
-    names = [name if isinstance(name, str) else str(name[-1]) for name in module.dist_keys]
-    named = dict(zip(names, map(as_key, module.in_keys), strict=True))
+    named = params_of(module)
     if set(named) != set(family.params):
         return None
     params, action = [named[name] for name in family.params], as_key(module.dist_sample_keys[0])
@@ -341,15 +346,14 @@ def _interval(kwargs: Any) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def _is_plain(module: ProbabilisticTensorDictModule) -> bool:
+def draws_once(module: ProbabilisticTensorDictModule) -> bool:
     """Whether `module` draws one sample of one entry from torch's own generator."""
-    return (
-        module.num_samples is None
-        and len(module.dist_sample_keys) == 1
-        # Of tensordict's later versions only.
-        and getattr(module, "_generator", None) is None
-        and getattr(module, "_generator_key", None) is None
-    )
+    return module.num_samples is None and len(module.dist_sample_keys) == 1 and not has_own_generator(module)
+
+
+def has_own_generator(module: ProbabilisticTensorDictModule) -> bool:
+    """Whether `module` was given a generator, as can be in later versions of tensordict."""
+    return getattr(module, "_generator", None) is not None or getattr(module, "_generator_key", None) is not None
 
 
 def _must_hold(condition: Tensor | np.ndarray, key: Key, family: str) -> None:

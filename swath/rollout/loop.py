@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
@@ -38,6 +38,7 @@ from swath.keys import (
 )
 from swath.modules.exploration import exploring_here
 from swath.modules.policy import PolicyRunner
+from swath.modules.stages import StageName
 from swath.rollout.lanes import Lanes
 from swath.rollout.randomness import Randomness
 from swath.rollout.slots import Slot
@@ -69,6 +70,7 @@ class LoopSettings:
     interruptor: Interruptor | None = None
     fast_policy: bool = True
     opaque_policy: bool = False
+    compile_policy: bool | Mapping[str, Any] | None = None
     min_ready: int = 1
     """Envs at their own pace: for how many to wait before the policy acts,"""
     max_ready: int | None = None
@@ -131,6 +133,7 @@ class RolloutLoop:
                 device=settings.policy_device,
                 fast=settings.fast_policy,
                 opaque=settings.opaque_policy,
+                compiled=settings.compile_policy,
             )
         self.lanes.attach(self.policy.state, self.policy.outputs)
         self.leaves = self._leaves()
@@ -180,6 +183,12 @@ class RolloutLoop:
             receipt = self._complete(slot, steps)
         self.stats.timings.add(in_env, in_policy, perf_counter() - begun)
         return receipt
+
+    @property
+    def policy_stages(self) -> list[StageName]:
+        """How the policy ran in the last slot; before the first, how it will run."""
+        with torch.no_grad(), self._exploring():
+            return self.policy.stages
 
     def _exploring(self) -> AbstractContextManager[Any]:
         """The exploration type that was asked for; without one, the user's own context stays as it is."""
