@@ -81,20 +81,25 @@ class Rows:
 
     def put(self, key: Key, value: Tensor, where: str) -> None:
         """Copy `value` into `key`; shape and kind must agree, as broadcasting or rounding would hide a mistake."""
-        shape, dtype, array = self._forms[key]
+        shape, dtype, _ = self._forms[key]
         if value.shape != shape:
             raise wrong_shape(key, shape, value.shape, where)
-        if value.requires_grad:
-            value = value.detach()
-        if value.dtype is dtype and array is not None and type(value) is Tensor and value.is_cpu:
-            array[...] = value.numpy(force=value.is_neg())  # by way of numpy, which asks less of the caches
-            return
-        if not torch.can_cast(value.dtype, dtype):
+        if value.dtype is not dtype and not torch.can_cast(value.dtype, dtype):
             raise TypeError(
                 f"{where} gave {key!r} as {value.dtype}, but {dtype} was expected: the first call decides. "
                 "Give the same kind of numbers every time."
             )
-        self.tensors[key].copy_(value)
+        self.set(key, value)
+
+    def set(self, key: Key, value: Tensor) -> None:
+        """Copy `value`, of the same shape, into `key`."""
+        if value.requires_grad:
+            value = value.detach()
+        _, dtype, array = self._forms[key]
+        if value.dtype is dtype and array is not None and type(value) is Tensor and value.is_cpu and not value.is_neg():
+            array[...] = value.numpy()  # by way of numpy, which asks less of the caches
+        else:
+            self.tensors[key].copy_(value)
 
     def copy(self, key: Key) -> Tensor:
         """A tensor of its own with what is in `key` now."""
