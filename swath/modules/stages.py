@@ -318,8 +318,9 @@ class TensorDictStage(Stage):
         else:
             request = TensorDict(nest(entries), outputs.batch_size, device=self._device)
         answer = checked_answer(self._explored(request))
+        found = dict(answer.items())  # a TensorDict takes its time for each question
         for key in self._keys:
-            value = answer.get(key, None)
+            value = found.get(key) if isinstance(key, str) else answer.get(key, None)
             if value is None:
                 raise PolicyError(
                     f"The policy wrote {'/'.join(as_path(key))!r} in its first call, but not in this one."
