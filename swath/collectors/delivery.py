@@ -184,12 +184,15 @@ class Delivery(ABC):
         """Frames of a worker in parts that are finished and will be counted when they are delivered."""
         return sum(part.frames for part in list(self.pool.finished) if part.index == index)
 
-    def frames_in_orders(self) -> int:
-        """Frames that were written to the replay buffer for orders that are not finished."""
+    @property
+    def frames(self) -> int:
+        """How many were delivered, or written to the replay buffer, also for orders that are not finished."""
         if not self.terms.writes:
-            return 0
-        reports = {index: self.pool.carrier.report(index) for index in self._counted}
-        return sum(max(0, int(report["frames"]) - self._counted[index]) for index, report in reports.items())
+            return self.budget.spent
+        with self.pool.section:  # both sums of one moment
+            reports = {index: self.pool.carrier.report(index) for index in self._counted}
+            ahead = [int(report["frames"]) - self._counted[index] for index, report in reports.items()]
+            return self.budget.spent + sum(max(0, frames) for frames in ahead)
 
     def _count(self, parts: Sequence[Part]) -> None:
         for part in parts:
@@ -197,9 +200,12 @@ class Delivery(ABC):
         self.batches += 1
 
     def _spend(self, index: int, frames: int) -> None:
-        self.budget.spend(frames)
-        if index in self._counted:
-            self._counted[index] += frames
+        if not self.terms.writes:
+            return self.budget.spend(frames)
+        with self.pool.section:
+            self.budget.spend(frames)
+            if index in self._counted:
+                self._counted[index] += frames
 
     def _is_random(self, frames: int) -> bool:
         """Whether a batch is to be random when so many frames were collected before."""
