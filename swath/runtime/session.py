@@ -93,11 +93,14 @@ class Session:
                     self._control.append(message)
 
     def _work(self, order: Order) -> None:
+        self._link.finish(order, self.perform(order))
+
+    def perform(self, order: Order) -> object:
+        """Do an order; its receipt."""
         try:
-            receipt = self.job.work(order, self._has_questions)
+            return self.job.work(order, self._has_questions)
         except BaseException as error:
             self._fail(error, "collecting")
-        self._link.finish(order, receipt)
 
     def _answer(self, question: Question) -> None:
         is_local = self._link.is_local
