@@ -231,7 +231,7 @@ class Control(ABC):
     @property
     def _frames(self) -> int:
         """How many frames were delivered, or written to the buffer."""
-        return self._delivery.budget.spent + self._delivery.frames_in_orders()
+        return self._delivery.frames
 
     def stats(self, workers: str = "aggregate") -> dict[str, Any]:
         """Frames, episodes, recent returns, where the time went, and how the workers are, as a flat dict of numbers.

@@ -185,12 +185,15 @@ class Delivery(ABC):
         """Frames of a worker in parts that are finished and will be counted when they are delivered."""
         return sum(part.frames for part in list(self.pool.finished) if part.index == index)
 
-    def frames_in_orders(self) -> int:
-        """Frames that were written to the replay buffer for orders that are not finished."""
-        if not self.terms.writes:
-            return 0
-        reports = {index: self.pool.carrier.report(index) for index in self._counted}
-        return sum(max(0, int(report["frames"]) - self._counted[index]) for index, report in reports.items())
+    @property
+    def frames(self) -> int:
+        """How many frames were delivered, or written to the replay buffer, also for orders that are not finished."""
+        with self.pool.section.lock:  # or a part that another thread is just counting would count twice, or not at all
+            if not self.terms.writes:
+                return self.budget.spent
+            reports = {index: self.pool.carrier.report(index) for index in self._counted}
+            known = sum(max(0, int(report["frames"]) - self._counted[index]) for index, report in reports.items())
+            return self.budget.spent + known
 
     def _count(self, parts: Sequence[Part]) -> None:
         for part in parts:
@@ -198,9 +201,10 @@ class Delivery(ABC):
         self.batches += 1
 
     def _spend(self, index: int, frames: int) -> None:
-        self.budget.spend(frames)
-        if index in self._counted:
-            self._counted[index] += frames
+        with self.pool.section.lock:
+            self.budget.spend(frames)
+            if index in self._counted:
+                self._counted[index] += frames
 
     def _is_random(self, frames: int) -> bool:
         """Whether a batch is to be random when so many frames were collected before."""

@@ -103,8 +103,9 @@ class LocalCarrier:
 
     @property
     def has_mail(self) -> bool:
-        """Whether anything was sent, by either side, that nobody has looked at."""
-        return any([link.to_worker or link.to_pool for link in self._links.values()])
+        """Whether anything but orders waits to be seen to, on either side."""
+        waiting = [session.has_questions() for session in self._sessions.values()]
+        return any(waiting) or any([link.to_pool for link in self._links.values()])
 
     def work(self, index: int, order: Order) -> object:
         """Let a worker do an order now, in this thread; its receipt."""

@@ -66,18 +66,19 @@ class Session:
 
     def answer_questions(self) -> None:
         """See to all questions that have come, and to no order: an order may be under way."""
-        while self._has_questions():
+        while self.has_questions():
             self._do(self._control.popleft())
 
     def _next(self, wait: bool) -> Message | None:
-        while not self._has_questions() and not self._orders:
+        while not self.has_questions() and not self._orders:
             if not wait:
                 return None
             self.job.idle()
             self._take_in(wait=True)
         return self._control.popleft() if self._control else self._orders.popleft()
 
-    def _has_questions(self) -> bool:
+    def has_questions(self) -> bool:
+        """Whether something is to be seen to before the next order."""
         if self._link.has_news():
             self._take_in(wait=False)
         return bool(self._control)
@@ -98,7 +99,7 @@ class Session:
     def perform(self, order: Order) -> object:
         """Do an order; its receipt."""
         try:
-            return self.job.work(order, self._has_questions)
+            return self.job.work(order, self.has_questions)
         except BaseException as error:
             self._fail(error, "collecting")
 
