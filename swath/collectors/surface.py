@@ -116,7 +116,8 @@ class BaseCollector(Control, IterableDataset[Any]):
             self._must_be_open()
         while not self.closed:
             self._must_be_open()
-            self._must_not_run()
+            if self._free is not None:
+                self._must_not_run()
             self._weights.at_batch("before")
             with self._consuming:
                 parts = self._delivery.next()
@@ -263,8 +264,7 @@ class BaseCollector(Control, IterableDataset[Any]):
 
         `MLPStage` and sampling stages are quick. Those that call a module are slower, and are shown with the reason.
         """
-        stages: list[StageName] = self._first(Call(EngineJob.tell_stages), "policy_stages")
-        return stages
+        return self._first(Call(EngineJob.tell_stages), "policy_stages")  # type: ignore[no-any-return]
 
     # -- in the background -------------------------------------------------------------------------------------
 
@@ -325,6 +325,8 @@ class BaseCollector(Control, IterableDataset[Any]):
 
     def _notice_deaths(self) -> None:
         """Let the thread that attends to workers deal with those that have just died."""
+        if self._free is None:
+            return
         deadline, carrier = time.monotonic() + NOTICE_S, self._pool.carrier
         while self._free is not None and self._free.is_alive and time.monotonic() < deadline:
             missing = len(carrier.workers) - len(carrier.alive())

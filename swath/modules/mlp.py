@@ -29,6 +29,7 @@ from swath.envs.rows import Rows, rows_of
 from swath.keys import Key
 from swath.modules.parts import name_of
 from swath.modules.stages import Stage
+from swath.runtime.columns import array_of
 
 InPlace = Callable[[np.ndarray], object]
 Arrays = Sequence[np.ndarray]
@@ -129,31 +130,29 @@ class Layer:
         # For one lane a product is as quick in either order, and copying much quicker in the one that torch has.
         self._weight = np.empty((inputs, outputs), weight.dtype, order="F" if lanes == 1 else "C")
         self._bias = None if linear.bias is None else np.empty((lanes, outputs), weight.dtype)
-        self._views: dict[str, tuple[int, tuple[int, ...], np.ndarray]] = {}
+        self._now = [array_of(x) for x in (linear.weight, linear.bias) if x is not None]
+        """The parameters, over their memory; there is another plan when they lie elsewhere (see `Composition`)."""
         self.activations: list[InPlace] = []
         self.out = np.empty((lanes, outputs), weight.dtype)
 
     def fetch(self) -> None:
         """Take the parameters as they are now. A bias is spread over the lanes: adding is then half the price."""
-        self._weight[:] = self._now("weight", self._linear.weight).T
+        self._weight[:] = self._now[0].T
         if self._bias is not None:
-            self._bias[:] = self._now("bias", self._linear.bias)
+            self._bias[:] = self._now[1]
 
-    def _now(self, name: str, parameter: Tensor) -> np.ndarray:
-        """A parameter as an array over its memory, which is remembered for as long as it stays there."""
-        place, strides = parameter.data_ptr(), parameter.stride()
-        known = self._views.get(name)
-        if known is None or known[:2] != (place, strides):
-            known = self._views[name] = place, strides, parameter.detach().numpy()
-        return known[2]
+    def operations(self, x: np.ndarray, out: np.ndarray, is_live: bool = False) -> list[Operation]:
+        """What turns `x` `[n, in]` into `out` `[n, out]`; see NOTE [BLAS threads].
 
-    def operations(self, x: np.ndarray, out: np.ndarray) -> list[Operation]:
-        """What turns `x` `[n, in]` into `out` `[n, out]`; see NOTE [BLAS threads]."""
-        operations: list[Operation] = [partial(x.dot, self._weight, out)]
+        If it `is_live`, for one lane, with the parameters as they are at every call, and not with what was fetched.
+        """
+        weight = self._now[0].T if is_live else self._weight
+        operations: list[Operation] = [partial(x.dot, weight, out)]
         if len(self._blocks) > 1:
-            operations = [partial(np.matmul, x, self._weight[:, block], out[:, block]) for block in self._blocks]
+            operations = [partial(np.matmul, x, weight[:, block], out[:, block]) for block in self._blocks]
         if self._bias is not None:
-            operations.append(partial(np.add, out, self._bias[: len(out)], out))
+            bias = self._now[1][None] if is_live else self._bias[: len(out)]
+            operations.append(partial(np.add, out, bias, out))
         return [*operations, *(partial(activation, out) for activation in self.activations)]
 
 
@@ -216,9 +215,7 @@ class _NormalHead:
 class ArrayStage(Stage):
     """A forward pass on arrays: calls that are bound once, and things that are fetched for each slot."""
 
-    def __init__(
-        self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], fetched: Sequence[Fetched]
-    ) -> None:
+    def __init__(self, sources: Arrays, targets: Arrays, fetched: Sequence[Fetched]) -> None:
         """Read `sources` and write `targets`, both `[N, ...]`; `fetched` are copies of what may change."""
         self._sources, self._targets, self._fetched = list(sources), list(targets), list(fetched)
         self._operations = self._bind(self._sources, self._targets)
@@ -282,16 +279,31 @@ class MLPStage(ArrayStage):
                 self._layers[-1].activations.append(norms[-1])
         last = layers[-1]
         self._head = _NormalHead(last, targets[1]) if isinstance(last, NormalParamExtractor) else None
-        heads = () if self._head is None else (self._head,)
-        super().__init__([source], targets, [*self._layers, *norms, *heads])
+        self._others = [*norms, *(() if self._head is None else (self._head,))]
+        self._live: list[Operation] | None = None
+        """The same on live parameters: a slot of one step sees one set of them in any case, and need not fetch it."""
+        super().__init__([source], targets, [*self._layers, *self._others])
+        self._fixed = self._operations
+        if len(source) == 1:
+            self._live = self._bind([source], list(targets), is_live=True)
 
-    def _bind(self, sources: list[np.ndarray], targets: list[np.ndarray]) -> list[Operation]:
+    def begin(self, steps: int, generator: torch.Generator | None) -> None:
+        """Fetch the parameters, where they are not used as they are."""
+        if self._live is None or steps != 1:
+            super().begin(steps, generator)
+            self._operations = self._operations if self._live is None else self._fixed
+            return
+        self._operations = self._live
+        for one in self._others:
+            one.fetch()
+
+    def _bind(self, sources: list[np.ndarray], targets: list[np.ndarray], is_live: bool = False) -> list[Operation]:
         """The forward pass; the last layer writes straight into its target."""
         (x,), operations = sources, list[Operation]()
         for layer in self._layers:
             is_last = layer is self._layers[-1] and self._head is None
             out = targets[0] if is_last else layer.out[: len(x)]
-            operations += layer.operations(x, out)
+            operations += layer.operations(x, out, is_live)
             x = out
         return operations if self._head is None else operations + self._head.operations(x, *targets)
 

@@ -98,5 +98,6 @@ class _Reader:
             return is_setting(vars(module)[name])
         found = [vars(kind)[name] for kind in type(module).__mro__ if name in vars(kind) and kind is not nn.Module]
         if found:
-            return all(is_setting(one) or self.is_pure(getattr(one, "fget", one)) for one in found)
+            is_constant = name.isupper() and all(map(is_setting, found))
+            return is_constant or all(self.is_pure(getattr(one, "fget", one)) for one in found)
         return name in self._functions or name in ("nn", "functional")

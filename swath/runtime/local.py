@@ -39,7 +39,7 @@ class LocalLink:
     def report(self, numbers: Mapping[str, float] | Callable[[], Mapping[str, float]]) -> None:
         """Let the pool see `numbers`; as a function they are computed only when they are looked at."""
         self.reported = numbers
-        self._row.report({})
+        self._row.settle()
 
     def has_news(self) -> bool:
         return bool(self.to_worker)
@@ -100,6 +100,16 @@ class LocalCarrier:
             else:
                 session.answer_questions()
         return True
+
+    @property
+    def has_mail(self) -> bool:
+        """Whether anything but orders waits to be seen to, on either side."""
+        waiting = [session.has_questions() for session in self._sessions.values()]
+        return any(waiting) or any([link.to_pool for link in self._links.values()])
+
+    def work(self, index: int, order: Order) -> object:
+        """Let a worker do an order now, in this thread; its receipt."""
+        return self._sessions[index].perform(order)
 
     def receive(self) -> list[tuple[int, News]]:
         news: list[tuple[int, News]] = []

@@ -14,7 +14,6 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -27,34 +26,18 @@ from swath.runtime.carrier import (
     Finished,
     News,
     Order,
-    Place,
     Question,
     Started,
     Warned,
 )
 from swath.runtime.interrupts import Section, undisturbed
+from swath.runtime.local import LocalCarrier
 from swath.runtime.supervision import Owner, Replacements, Supervision, WorkerClocks
 from swath.runtime.turns import Turns
+from swath.runtime.work import Work as Work
 
 LOOK_S = 1.0
 """How often a thread that waits looks for workers that have stalled."""
-
-
-@dataclass(eq=False)
-class Work:
-    """Something for one worker to do."""
-
-    index: int
-    request: object
-    place: Place | None = None
-    ticket: int = 0
-    receipt: object = None
-    is_over: bool = False
-    """Whether nothing more is to be waited for."""
-    is_lost: bool = False
-    """Whether its worker was dropped before it was done, or it was given up."""
-    is_given_up: bool = False
-    """Whether that was on purpose, as for a new seed."""
 
 
 W = TypeVar("W", bound=Work)
@@ -119,6 +102,8 @@ class Pool(Generic[W]):
         """Why a worker was killed by us."""
         self._inbox: deque[tuple[int, News]] = deque()
         self.section = Section()  # in which all that is known of work and questions changes; see NOTE [Moments]
+        self._here = carrier if isinstance(carrier, LocalCarrier) and carrier.is_local else None
+        """Lets workers work in this thread: nothing is sent then, and an interrupt ends the work that it comes to."""
         self._turns = Turns()
 
     # -- starting and stopping ---------------------------------------------------------------------------------
@@ -200,15 +185,17 @@ class Pool(Generic[W]):
     # -- work --------------------------------------------------------------------------------------------------
 
     def issue(self, work: W) -> None:
-        """Let a worker do `work`."""
-        with self.section:
+        """Let a worker do `work`: from now on or, if it is a local one, when it is waited for."""
+        is_sent = self._here is None
+        with self.section if is_sent else self.section.lock:
             if work.index in self._dropped:  # just now, by another thread
                 work.is_over = work.is_lost = True
                 return
             work.ticket = self.last_ticket[work.index] = next(self._numbers)
             self._outstanding[work.index].append(work)
-            self._clocks.expect(work.index)
-            self._send(work.index, Order(work.ticket, work.request, work.place))
+            if is_sent:
+                self._clocks.expect(work.index)
+                self._send(work.index, Order(work.ticket, work.request, work.place))
 
     def _send(self, index: int, message: Order | Question) -> None:
         if self._restarting.get(index, me := threading.get_ident()) == me:  # else who restarts it sends all there is
@@ -270,13 +257,35 @@ class Pool(Generic[W]):
     def _attend(self, timeout_s: float, works: bool, is_first: bool) -> None:
         if self.is_closed:
             raise ClosedError(f"{self.name} was shut down while it was waited for.")
-        # In a local worker that is at work just now, waiting would mean to begin its next work within it.
-        is_quick = self.carrier.is_local and not (is_first and works)
-        patience_s = 0.0 if is_quick else self.replacements.patience_s(timeout_s)
-        if self._inbox or self._clocks.wait(self.carrier.wait, patience_s):
+        if self._here is not None:
+            if self._here.has_mail or self._inbox:  # questions come first
+                self._here.wait(0.0)
+                self._take_in()
+            if is_first and works:  # otherwise it would begin its next work within the one that it is at
+                self._let_work(self._here)
+            return
+        if self._inbox or self._clocks.wait(self.carrier.wait, self.replacements.patience_s(timeout_s)):
             self._take_in()
         self._replace_failed()
         self._look_for_stalls()
+
+    def _let_work(self, carrier: LocalCarrier) -> None:
+        """Each local worker does the first piece of work that it has, in this thread."""
+        for index in carrier.workers:
+            works = self._outstanding[index]
+            if not works:
+                continue
+            work = works[0]
+            try:
+                receipt = carrier.work(index, Order(work.ticket, work.request, work.place))
+            except BaseException:
+                work.is_over = work.is_lost = True
+                with self.section.lock:
+                    if works and works[0] is work:
+                        works.popleft()
+                raise
+            with self.section.lock:
+                self.finish(index, work.ticket, receipt)
 
     def _take_in(self) -> None:
         """See to all news. If that raises, as warnings may, what is left waits for the next call."""
@@ -297,7 +306,7 @@ class Pool(Generic[W]):
         if index in self.carrier.workers:
             match news:
                 case Finished():
-                    self.finish(index, news)
+                    self.finish(index, news.ticket, news.receipt)
                 case Answer():
                     if self._asked.pop(news.number, None) is not None:
                         self._answers[news.number] = news
@@ -327,16 +336,16 @@ class Pool(Generic[W]):
             return "it was being made"
         return "it was collecting" if self._outstanding[index] else "it had nothing to do"
 
-    def finish(self, index: int, news: Finished) -> None:
+    def finish(self, index: int, ticket: int, receipt: object) -> None:
         """Work is done, as its worker has said, or as its owner knows."""
-        self.last_receipt[index] = news.receipt
+        self.last_receipt[index] = receipt
         works = self._outstanding[index]
-        if works and works[0].ticket == news.ticket:  # otherwise it was forgotten meanwhile
+        if works and works[0].ticket == ticket:  # otherwise it was forgotten meanwhile
             work = works.popleft()
-            work.receipt, work.is_over = news.receipt, True
+            work.receipt, work.is_over = receipt, True
             self.finished.append(work)
         else:
-            self.unclaimed.append((index, news.receipt))
+            self.unclaimed.append((index, receipt))
 
     def expect_progress(self, indices: Iterable[int]) -> None:
         """From now on, these workers are expected to move."""
@@ -383,6 +392,8 @@ class Pool(Generic[W]):
 
     def fail(self, index: int, error: BaseException) -> None:
         """A worker is of no use any more: raise `error`, or mend what it has broken."""
+        if self.is_closed:  # we have ended it ourselves
+            raise ClosedError(f"{self.name} was shut down while it was waited for.")
         if index in self._joining:  # whoever adds it raises that
             self._joining[index] = error
             return self.remove(index)

@@ -66,18 +66,19 @@ class Session:
 
     def answer_questions(self) -> None:
         """See to all questions that have come, and to no order: an order may be under way."""
-        while self._has_questions():
+        while self.has_questions():
             self._do(self._control.popleft())
 
     def _next(self, wait: bool) -> Message | None:
-        while not self._has_questions() and not self._orders:
+        while not self.has_questions() and not self._orders:
             if not wait:
                 return None
             self.job.idle()
             self._take_in(wait=True)
         return self._control.popleft() if self._control else self._orders.popleft()
 
-    def _has_questions(self) -> bool:
+    def has_questions(self) -> bool:
+        """Whether something is to be seen to before the next order."""
         if self._link.has_news():
             self._take_in(wait=False)
         return bool(self._control)
@@ -93,11 +94,14 @@ class Session:
                     self._control.append(message)
 
     def _work(self, order: Order) -> None:
+        self._link.finish(order, self.perform(order))
+
+    def perform(self, order: Order) -> object:
+        """Do an order; its receipt."""
         try:
-            receipt = self.job.work(order, self._has_questions)
+            return self.job.work(order, self.has_questions)
         except BaseException as error:
             self._fail(error, "collecting")
-        self._link.finish(order, receipt)
 
     def _answer(self, question: Question) -> None:
         is_local = self._link.is_local
