@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-
 from swath.collectors.buffer_sink import BufferSink
+from swath.collectors.choosing import lanes_by_worker
 from swath.collectors.config import CommonConfig
 from swath.collectors.delivery import Delivery, FirstCome, Part
 from swath.collectors.free_running import FreeRunning
 from swath.collectors.kinds import check_kind
+from swath.collectors.pausing import must_not_hold
 from swath.collectors.profile import ProfileConfig
 from swath.collectors.roster import Roster
 from swath.collectors.weights_control import WeightsControl
@@ -61,7 +61,11 @@ class Control(ABC):
 
     def _at_rest(self) -> AbstractContextManager[None]:
         """A context in which nothing is collected in the background."""
-        return nullcontext() if self._free is None or self.closed else self._free.resting()
+        if self._free is None or self.closed:
+            return nullcontext()
+        if self._free.is_busy:
+            must_not_hold(self.config.replay_buffer)
+        return self._free.resting()
 
     @property
     def num_workers(self) -> int:
@@ -90,7 +94,10 @@ class Control(ABC):
 
     def _ask_each(self, requests: dict[int, Call], *, what: str = "", discards_work: bool = False) -> dict[int, Any]:
         self._must_be_open()
-        with self._at_rest() if self._pool.carrier.is_local else nullcontext():
+        is_local = self._pool.carrier.is_local
+        if self._delivery.terms.writes and not is_local and self._pool.under_way:
+            must_not_hold(self.config.replay_buffer)
+        with self._at_rest() if is_local else nullcontext():
             try:
                 what = what or " and ".join({call.method.__name__ for call in requests.values()})
                 return self._pool.ask(requests, what, discards_work=discards_work)
@@ -114,8 +121,6 @@ class Control(ABC):
             if len(reset_idx) != self.num_workers:
                 raise ValueError(f"reset() got {len(reset_idx)} choices for {self.num_workers} workers.")
             worker = [one for one, is_meant in enumerate(reset_idx) if is_meant]
-        shape, count = self._delivery.terms.layout.env_size, self.num_workers
-        lanes = math.prod(shape)
         if worker is not None:
             chosen = [worker] if isinstance(worker, int) else list(worker)
             if unknown := [one for one in chosen if one not in self._pool.indices]:
@@ -124,20 +129,9 @@ class Control(ABC):
         elif index is None:
             requests = dict.fromkeys(self._pool.indices, Call(EngineJob.reset))
         else:
-            if not shape and count == 1:
-                raise RuntimeError("reset(index) chooses among lanes, but this env has no batch dimension.")
-            picked = torch.as_tensor(index, device="cpu")
-            numbers = torch.arange(lanes * count, device="cpu")  # the workers' lanes one after the other
-            if picked.dtype == torch.bool and picked.numel() == numbers.numel():
-                picked = picked.reshape(-1)
-            elif len(shape) > 1:
-                numbers = numbers.view(-1, *shape[1:])
-            found = numbers[picked if picked.numel() else picked.long()].unique().tolist()
-            requests = {}
-            for one in self._pool.indices:
-                own = tuple(lane - one * lanes for lane in found if one * lanes <= lane < (one + 1) * lanes)
-                if own:
-                    requests[one] = Call(EngineJob.reset, (own,))
+            shape = self._delivery.terms.layout.env_size
+            chosen_lanes = lanes_by_worker(index, shape, self.num_workers, self._pool.indices)
+            requests = {one: Call(EngineJob.reset, (lanes,)) for one, lanes in chosen_lanes.items()}
         with self._at_rest():
             self._ask_each(requests)
 
@@ -447,4 +441,4 @@ class Control(ABC):
     @property
     def worker_pids(self) -> list[int]:
         """The process ids of the workers."""
-        return [self._pool.carrier.pid(index) for index in self._pool.indices]
+        return [pid for index in self._pool.indices if (pid := self._pool.carrier.pid(index))]

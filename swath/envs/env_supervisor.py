@@ -44,7 +44,8 @@ class EnvSupervisor(ABC):
     @property
     def pids(self) -> list[int]:
         """The process ids of the workers, in their order; of threads, the one that they share."""
-        return list(dict.fromkeys(self.pool.carrier.pid(index) for index in self.pool.indices))
+        found = dict.fromkeys(self.pool.carrier.pid(index) for index in self.pool.indices)
+        return [pid for pid in found if pid]  # one may just have been stopped
 
     def must_be_open(self) -> None:
         """Raise if there is nothing more to be had."""

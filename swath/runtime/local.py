@@ -53,7 +53,7 @@ class LocalLink:
         return place.memory.part(place.first_row, place.first_row + place.rows)
 
     def finish(self, order: Order, receipt: object) -> None:
-        self.to_pool.append(Finished(order.ticket, receipt))
+        self.send(Finished(order.ticket, receipt))
 
 
 class LocalCarrier:

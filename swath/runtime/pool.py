@@ -26,6 +26,7 @@ from swath.runtime.carrier import (
     Failed,
     Finished,
     News,
+    NotNowError,
     Order,
     Place,
     Question,
@@ -107,6 +108,8 @@ class Pool(Generic[W]):
         self.replacements = Replacements()
         self._dropped: set[int] = set()
         self._restarting: dict[int, int] = {}  # workers that are just being replaced, and by which thread
+        self._mourned: set[int] = set()  # those of them that the owner knows to be lost
+        self._starter = 0  # the thread that is just starting a worker
         self._joining: dict[int, BaseException | None] = {}
         """Workers that were added later and are not ready yet, and what has kept them from it."""
         self._outstanding: dict[int, deque[W]] = {index: deque() for index in range(workers)}
@@ -172,9 +175,8 @@ class Pool(Generic[W]):
         self.carrier.stop(index)
         with self.section:
             self._dropped.add(index)
-            for number, (asked, _) in list(self._asked.items()):
-                if asked == index:
-                    self._asked.pop(number, None)
+            for number in [number for number, asked in list(self._asked.items()) if asked[0] == index]:
+                self._asked.pop(number, None)
             self._forget_work(index)
 
     def _forget_work(self, index: int, on_purpose: bool = False) -> None:
@@ -188,7 +190,13 @@ class Pool(Generic[W]):
         self._clocks.start(index)
         self._stalled.discard(index)
         self._killed.pop(index, None)
-        self.carrier.start(index, self._owner.task(index, replaces))
+        self._starter = threading.get_ident()
+        try:
+            self.carrier.start(index, self._owner.task(index, replaces))
+        finally:
+            self._starter = 0
+        if self.is_closed:  # meanwhile, and nobody has seen the new one
+            self.carrier.stop(index)
 
     def shutdown(self, timeout_s: float | None) -> None:
         """Stop all workers; see NOTE [Shutdown]."""
@@ -233,11 +241,14 @@ class Pool(Generic[W]):
         All answers together may take `timeout_s`. `what` says in messages what is asked for; `discards_work` tells
         whether work that waits is forgotten before.
         """
+        is_making = discards_work and self.carrier.is_local and self._turns.is_mine  # perhaps what would be discarded
+        if is_making or self._starter == threading.get_ident():
+            raise NotNowError(f"this very thread makes a batch of {self.name}, or starts a worker")
         asked: dict[int, int] = {}
         deadline = time.monotonic() + timeout_s
         try:
             for index, request in requests.items():
-                question = Question(next(self._numbers), request, discards_work)
+                question = Question(next(self._numbers), request, discards_work, threading.get_ident())
                 with self.section:
                     if index in self._dropped:
                         continue
@@ -312,9 +323,8 @@ class Pool(Generic[W]):
                     self.fail(index, news.failure.error(f"{place} while {news.doing}."))
                 case Ended():
                     self._forget_news(index)
-                    cause = self._killed.pop(index, "") or news.cause
-                    pid, doing = self.carrier.pid(index), self._activity(index)
-                    self.fail(index, WorkerDiedError("Worker", index, pid, news.exitcode, doing, cause))
+                    pid, cause = self.carrier.pid(index), self._killed.pop(index, "") or news.cause
+                    self.fail(index, WorkerDiedError("Worker", index, pid, news.exitcode, self._activity(index), cause))
 
     def _forget_news(self, index: int) -> None:
         """Nothing more is to be had of a worker that has ended; another may replace it."""
@@ -369,15 +379,8 @@ class Pool(Generic[W]):
         waiting = "a step or a call takes long" if index in self.started else "it is making its env and policy"
         state = waiting if self._doing is None else self._doing(index)
         state = "it is stopped (SIGSTOP or a debugger)" if self.carrier.is_stopped(index) else state
-        limit, digits = self.supervision.stall_timeout_s, 0 if seconds > 10 else 1
-        outlook = "Waiting goes on" if limit is None else f"It is killed after stall_timeout_s={limit:g}"
-        warnings.warn(
-            f"Worker {index} (pid {self.carrier.pid(index)}) of {self.name} has made no step for "
-            f"{seconds:.{digits}f} s: {state}. {outlook}; stall_warning_s={self.supervision.stall_warning_s:g} "
-            "says when to warn.",
-            StallWarning,
-            stacklevel=4,
-        )
+        who = f"Worker {index} (pid {self.carrier.pid(index)}) of {self.name}"
+        warnings.warn(self.supervision.stall_text(who, seconds, state), StallWarning, stacklevel=4)
 
     # -- failures ----------------------------------------------------------------------------------------------
 
@@ -407,8 +410,10 @@ class Pool(Generic[W]):
         return self._replace_failed()
 
     def _replace_failed(self) -> None:
-        for index, error in self.replacements.due():
-            with undisturbed:
+        if not self.replacements:
+            return
+        with undisturbed:  # from the moment on in which it is no longer planned
+            for index, error in self.replacements.due():
                 self._restarting[index] = threading.get_ident()
                 try:
                     self._restart(index, error)
@@ -418,18 +423,20 @@ class Pool(Generic[W]):
                     raise
 
     def _restart(self, index: int, error: BaseException) -> None:
-        self._owner.lost(index)
-        self._restarted[index] = self._restarted.get(index, 0) + 1
-        self.restarts += 1
+        if index not in self._mourned:  # else this was interrupted, and is done again
+            self._mourned.add(index)
+            self._owner.lost(index)
+            self._restarted[index] = self._restarted.get(index, 0) + 1
+            self.restarts += 1
         self._start(index, replaces=True)
         self._owner.restarted(index)
         with self.section:
-            del self._restarting[index]
-            for asked, question in list(self._asked.values()):
-                if asked == index:
-                    self.carrier.send(index, question)
+            for question in [question for asked, question in list(self._asked.values()) if asked == index]:
+                self.carrier.send(index, question)
             for work in self._outstanding[index]:
                 self.carrier.send(index, Order(work.ticket, work.request, work.place))
+            self._mourned.discard(index)
+            del self._restarting[index]
         count = f"{self._restarted[index]} of {self.supervision.max_restarts}"
         summary = f"Worker {index} of {self.name} is restarted ({count}): {type(error).__name__}: {error}"
         warnings.warn(summary, WorkerRestartedWarning, stacklevel=5)

@@ -7,21 +7,23 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from common import WAIT_S, buffer, net
+from common import STEP, WAIT_S, buffer, net, until
 from fault_tools import LONG, within
 from interrupting import Tick, at_every_instruction, at_instruction, handled, raise_tick
-from kinds import ALL, AS_READY, ASYNC, SINGLE, SPREAD, STARTED, SYNC, SYNC_HERE, Kind, Make, over
+from kinds import ALL, AS_READY, ASYNC, FREE, HERE, SINGLE, SPREAD, STARTED, SYNC, SYNC_HERE, Kind, Make, over
 from tensordict.nn import TensorDictModule
 from torch import nn
 
 from swath.errors import ClosedError
-from swath.testing import CountingEnv
+from swath.keys import TRAJ_IDS
+from swath.testing import CountingEnv, counted
 
 SECONDS = 10.0 if LONG else 0.7
 ENDLESS = {"total_frames": -1}
@@ -187,6 +189,78 @@ def test_a_signal_handler_may_call_it_at_any_moment(kind: Kind, make: Make) -> N
     next(stream)
 
 
+def whole(batches: list[Any]) -> int:
+    """Each trajectory is there from its first step on, without a hole; how many there are."""
+    steps: dict[int, list[int]] = {}
+    for batch in batches:
+        for name, step in zip(batch[TRAJ_IDS].reshape(-1).tolist(), counted(batch)[..., STEP].reshape(-1), strict=True):
+            steps.setdefault(name, []).append(int(step))
+    assert all(found == list(range(len(found))) for found in steps.values()), steps
+    return len(steps)
+
+
+@over(HERE)
+def test_a_call_that_is_refused_to_a_signal_handler_changes_nothing(kind: Kind, make: Make) -> None:
+    collector = make(lengths=10**6, workers=min(1, kind.workers), **ENDLESS)
+    stream, said = iter(collector), []
+    batches = [next(stream).clone()]
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        for name in ("seed", "reset"):
+            try:
+                CALLS[name](collector)
+            except RuntimeError as error:
+                said.append(str(error))
+
+    with handled(handler):
+        for number in range(7, 10_000 if LONG else 700, 1 if LONG else 73):
+            at_instruction(number, lambda: batches.append(next(stream).clone()))
+    assert said
+    assert all("signal handler" in text for text in said), said
+    batches.append(next(stream).clone())
+    whole(batches)
+
+
+@over(HERE)
+def test_a_thread_is_answered_after_the_batch_that_a_signal_handler_has_come_into(kind: Kind, make: Make) -> None:
+    collector = make(lengths=10**6, workers=min(1, kind.workers), **ENDLESS)
+    stream, asking = iter(collector), []
+    batches = [next(stream).clone()]
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        asking.append(pool.submit(collector.set_seed, 3))
+        until(lambda: collector._pool._asked or asking[-1].done())
+        collector.get_distant_attr("env.batch_size")  # which sees to all questions that can be answered
+
+    with ThreadPoolExecutor(1) as pool, handled(handler):
+        for number in range(7, 10_000 if LONG else 700, 1 if LONG else 73):
+            at_instruction(number, lambda: batches.append(next(stream).clone()))
+        for one in asking:
+            one.result(WAIT_S)
+    batches.append(next(stream).clone())
+    assert whole(batches) > 1
+
+
+@over(FREE)
+def test_who_keeps_others_from_writing_to_the_buffer_is_not_kept_waiting(kind: Kind, make: Make) -> None:
+    """As a signal handler that comes into a long `dumps()`."""
+    collector = make(policy=net(), replay_buffer=buffer(), **ENDLESS)
+    kept = collector.replay_buffer
+    collector.start()
+    until(lambda: len(kept) > 10)
+    with kept.episodes(), within(10.0):
+        for name in ("state", "seed", "reset", "hook"):
+            with pytest.raises(RuntimeError, match="signal handler"):
+                CALLS[name](collector)
+        with pytest.raises(RuntimeError, match="signal handler"), collector.pause():
+            pass
+        CALLS["weights"](collector)
+        CALLS["stats"](collector)
+    assert collector.state_dict()["frames"] > 10
+    with collector.pause(), kept.episodes():
+        CALLS["state"](collector)
+
+
 @over((SINGLE, SYNC_HERE, SYNC, ASYNC))
 def test_a_signal_handler_may_shut_it_down(kind: Kind, make: Make) -> None:
     for number in range(1, 10**6, 200 if LONG else 1500):
@@ -240,6 +314,19 @@ def test_an_interrupted_call_loses_nothing(kind: Kind, make: Make, call: str) ->
     next(stream)
     steps = {"attribute": 23, "state": 29, "weights": 37}
     assert at_every_instruction(lambda: CALLS[call](collector), lambda: next(stream), steps[call]) > 3
+
+
+@over((SINGLE,))
+def test_the_first_weights_may_be_interrupted(kind: Kind, make: Make) -> None:
+    for number in range(1, 10_000, 1 if LONG else 5):
+        collector = make(policy=net(), **ENDLESS)
+        with handled(raise_tick):
+            if not at_instruction(number, partial(collector.update_policy_weights_, net(1.0))):
+                break
+        collector.update_policy_weights_(net(2.0))
+        assert (collector.next()["action"] == 2.0).all()
+        collector.shutdown()
+    assert number > 100
 
 
 @over(SPREAD)
