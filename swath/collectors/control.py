@@ -88,11 +88,13 @@ class Control(ABC):
 
     # -- asking workers ----------------------------------------------------------------------------------------
 
-    def _ask(self, call: Call, *, what: str = "", discards_work: bool = False) -> dict[int, Any]:
+    def _ask(self, call: Call, **options: Any) -> dict[int, Any]:
         """What each worker answers to `call`."""
-        return self._ask_each(dict.fromkeys(self._pool.indices, call), what=what, discards_work=discards_work)
+        return self._ask_each(dict.fromkeys(self._pool.indices, call), **options)
 
-    def _ask_each(self, requests: dict[int, Call], *, what: str = "", discards_work: bool = False) -> dict[int, Any]:
+    def _ask_each(
+        self, requests: dict[int, Call], *, what: str = "", discards_work: bool = False, after_writes: bool = False
+    ) -> dict[int, Any]:
         self._must_be_open()
         is_local = self._pool.carrier.is_local
         if self._delivery.terms.writes and not is_local and self._pool.under_way:
@@ -100,6 +102,8 @@ class Control(ABC):
         with self._at_rest() if is_local else nullcontext():
             try:
                 what = what or " and ".join({call.method.__name__ for call in requests.values()})
+                if after_writes and not is_local:
+                    self._delivery.await_writes()
                 return self._pool.ask(requests, what, discards_work=discards_work)
             except BaseException:
                 if self._pool.failure is not None:
@@ -172,7 +176,8 @@ class Control(ABC):
 
     def _worker_states(self) -> dict[str, Any]:
         """The workers' part of a state."""
-        named = {f"worker{index}": state for index, state in self._ask(Call(EngineJob.state_dict)).items()}
+        states = self._ask(Call(EngineJob.state_dict), after_writes=True)
+        named = {f"worker{index}": state for index, state in states.items()}
         past = {"past_episodes": int(self._roster.past["episodes"])}  # of workers that are gone
         return {**named, **past, "workers": self.num_workers, "traj_pool": self._roster.next_number}
 

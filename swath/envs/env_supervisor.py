@@ -9,7 +9,8 @@ from typing import Any
 
 from swath.envs.parallel_worker import EnvFailure
 from swath.errors import ClosedError, annotate
-from swath.runtime.pool import Pool, Work
+from swath.runtime.pool import Pool
+from swath.runtime.work import Work
 
 LAST_S = 1.0
 """How long the others may take to end when one has failed for good."""

@@ -14,9 +14,8 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic
 
 from swath.errors import ClosedError, StallWarning, WorkerDiedError, WorkerRestartedWarning, annotate
 from swath.runtime.carrier import (
@@ -28,7 +27,6 @@ from swath.runtime.carrier import (
     News,
     NotNowError,
     Order,
-    Place,
     Question,
     Started,
     Warned,
@@ -36,29 +34,10 @@ from swath.runtime.carrier import (
 from swath.runtime.interrupts import Section, undisturbed
 from swath.runtime.supervision import Owner, Replacements, Supervision, WorkerClocks
 from swath.runtime.turns import Turns
+from swath.runtime.work import W
 
 LOOK_S = 1.0
 """How often a thread that waits looks for workers that have stalled."""
-
-
-@dataclass(eq=False)
-class Work:
-    """Something for one worker to do."""
-
-    index: int
-    request: object
-    place: Place | None = None
-    ticket: int = 0
-    receipt: object = None
-    is_over: bool = False
-    """Whether nothing more is to be waited for."""
-    is_lost: bool = False
-    """Whether its worker was dropped before it was done, or it was given up."""
-    is_given_up: bool = False
-    """Whether that was on purpose, as for a new seed."""
-
-
-W = TypeVar("W", bound=Work)
 
 
 class Pool(Generic[W]):
@@ -183,6 +162,18 @@ class Pool(Generic[W]):
         for work in self._outstanding[index]:
             work.is_over, work.is_lost, work.is_given_up = True, True, on_purpose
         self._outstanding[index] = deque()  # another thread may be looking at the former
+        for work in [work for work in list(self.finished) if work.index == index and on_purpose]:
+            if self.take(work):
+                work.is_lost = work.is_given_up = True
+                self.unclaimed.append((index, work.receipt))
+
+    def take(self, work: W) -> bool:
+        """Take finished work; whether nobody else has. From any thread."""
+        try:
+            self.finished.remove(work)
+        except ValueError:
+            return False
+        return True
 
     def _start(self, index: int, replaces: bool) -> None:
         self.started.pop(index, None)
@@ -247,11 +238,9 @@ class Pool(Generic[W]):
         asked: dict[int, int] = {}
         deadline = time.monotonic() + timeout_s
         try:
-            for index, request in requests.items():
-                question = Question(next(self._numbers), request, discards_work, threading.get_ident())
-                with self.section:
-                    if index in self._dropped:
-                        continue
+            with self.section:  # all at once: what others issue is done before it by every worker, or after it
+                for index in [index for index in requests if index not in self._dropped]:
+                    question = Question(next(self._numbers), requests[index], discards_work, threading.get_ident())
                     if discards_work:
                         self._forget_work(index, on_purpose=True)
                     asked[question.number] = index

@@ -22,11 +22,12 @@ from swath.runtime import MemoryBlock
 from swath.runtime.board import Board
 from swath.runtime.carrier import Answer, Carrier, Link, NotNowError, Order, Question
 from swath.runtime.local import LocalCarrier, LocalLink
-from swath.runtime.pool import Pool, Work
+from swath.runtime.pool import Pool
 from swath.runtime.processes import ProcessCarrier
 from swath.runtime.session import Session
 from swath.runtime.supervision import LATE_S, Patience, Replacements, Supervision, WorkerClocks
 from swath.runtime.threads import ThreadCarrier
+from swath.runtime.work import Work
 
 pytestmark = pytest.mark.timeout(60)
 Start = Callable[..., ProcessCarrier]
