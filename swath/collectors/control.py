@@ -22,6 +22,7 @@ from swath.collectors.weights_control import WeightsControl
 from swath.collectors.worker import Call, EngineJob
 from swath.data.episodes import Episodes
 from swath.rollout.engine_settings import Hook
+from swath.runtime import Section
 from swath.runtime.paths import follow
 from swath.runtime.pool import Pool
 from swath.seeding import checked_seed, next_seed
@@ -41,6 +42,7 @@ class Control(ABC):
         self.config = config
         self.closed = True  # until there is something to shut down
         self._episodes = Episodes()
+        self._cutting = Section()  # in which these change: any thread may give them up, or save them
         self._free: FreeRunning | None = None
         self._sink: BufferSink | None = None
         """What writes to the replay buffer here, where workers cannot."""
@@ -61,11 +63,9 @@ class Control(ABC):
 
     def _at_rest(self) -> AbstractContextManager[None]:
         """A context in which nothing is collected in the background."""
-        if self._free is None or self.closed:
-            return nullcontext()
-        if self._free.is_busy:
+        if self._free is not None and self._free.is_busy and not self.closed:
             must_not_hold(self.config.replay_buffer)
-        return self._free.resting()
+        return nullcontext() if self._free is None or self.closed else self._free.resting()
 
     @property
     def num_workers(self) -> int:
@@ -133,9 +133,8 @@ class Control(ABC):
         elif index is None:
             requests = dict.fromkeys(self._pool.indices, Call(EngineJob.reset))
         else:
-            shape = self._delivery.terms.layout.env_size
-            chosen_lanes = lanes_by_worker(index, shape, self.num_workers, self._pool.indices)
-            requests = {one: Call(EngineJob.reset, (lanes,)) for one, lanes in chosen_lanes.items()}
+            meant = lanes_by_worker(index, self._delivery.terms.layout.env_size, self.num_workers, self._pool.indices)
+            requests = {one: Call(EngineJob.reset, (lanes,)) for one, lanes in meant.items()}
         with self._at_rest():
             self._ask_each(requests)
 
@@ -150,7 +149,8 @@ class Control(ABC):
         with self._at_rest():
             self._ask(Call(EngineJob.set_seed, (seed, static_seed)), discards_work=True)
             self._delivery.discard()
-            self._episodes.clear()
+            with self._cutting:
+                self._episodes.clear()
         return next_seed(seed, self.num_lanes, static_seed)
 
     # -- state -------------------------------------------------------------------------------------------------
@@ -163,14 +163,16 @@ class Control(ABC):
         if self.closed and self._last_state is not None:
             return self._last_state
         with self._at_rest():
-            return {
-                **self._worker_states(),
-                "frames": self._frames,
-                "iter": self._delivery.batches,
-                "policy_version": self.policy_version,
-                "trajectories": self._episodes.state_dict(),
-                "undelivered_frames": self._delivery.undelivered_frames,
-            }
+            states = self._worker_states()
+            with self._cutting:
+                return {
+                    **states,
+                    "frames": self._frames,
+                    "iter": self._delivery.batches,
+                    "policy_version": self.policy_version,
+                    "trajectories": self._episodes.state_dict(),
+                    "undelivered_frames": self._delivery.undelivered_frames,
+                }
 
     _state_keys: tuple[str, ...] = ("workers", "frames", "iter")
 
@@ -184,11 +186,9 @@ class Control(ABC):
     def _saved_states(self, state: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """The reverse: a state for each worker."""
         saved = {i: state[f"worker{i}"] for i in range(self.num_workers) if f"worker{i}" in state}
-        if not saved or state.get("workers") != self.num_workers:
-            raise KeyError(
-                f"This is no state of a collector with {self.num_workers} workers: it has "
-                f"{state.get('workers', 'none')}."
-            )
+        there = state.get("workers", "none")
+        if not saved or there != self.num_workers:
+            raise KeyError(f"This is no state of a collector with {self.num_workers} workers: it has {there}.")
         # For a worker that had been dropped when the state was saved. What it had counted is in `past_episodes`.
         any_of_them = {name: value for name, value in next(iter(saved.values())).items() if name != "ended"}
         return {index: saved.get(index, any_of_them) for index in self._pool.indices}
@@ -202,18 +202,18 @@ class Control(ABC):
             self.check_state_dict(state_dict, strict)
             states = self._saved_states(state_dict)
             numbers = self._roster.renumbered(state_dict.get("traj_pool", 0))
-            load = EngineJob.load_state_dict
-            requests = {i: Call(load, (state, strict, numbers.get(i))) for i, state in states.items()}
+            requests = {i: Call(EngineJob.load_state_dict, (own, strict, numbers.get(i))) for i, own in states.items()}
             self._ask_each(requests, discards_work=True)
             self._delivery.discard(state_dict.get("undelivered_frames", 0))
-            self._episodes.clear()
             self._weights.loaded(states, state_dict.get("policy_version", 0))
             self._delivery.budget.spent = state_dict["frames"]
             self._delivery.batches = state_dict["iter"]
             self._roster.past = {**self._roster.past, "episodes": state_dict.get("past_episodes", 0)}
-            if "trajectories" in state_dict:
-                self._episodes.load_state_dict(state_dict["trajectories"])
-                self._episodes.drop()  # their episodes cannot be gone on with
+            with self._cutting:
+                self._episodes.clear()
+                if "trajectories" in state_dict:
+                    self._episodes.load_state_dict(state_dict["trajectories"])
+                    self._episodes.drop()  # their episodes cannot be gone on with
 
     def check_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Raise what would keep a state from being loaded, by any worker; nothing is changed."""

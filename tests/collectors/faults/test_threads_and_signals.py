@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import signal
+import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -37,6 +39,16 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "seed": lambda collector: collector.set_seed(3),
     "reset": lambda collector: collector.reset(),
 }
+
+
+def whole(batches: list[Any]) -> int:
+    """Each trajectory is there from its first step on, without a hole; how many there are."""
+    steps: dict[int, list[int]] = {}
+    for batch in batches:
+        for name, step in zip(batch[TRAJ_IDS].reshape(-1).tolist(), counted(batch)[..., STEP].reshape(-1), strict=True):
+            steps.setdefault(name, []).append(int(step))
+    assert all(found == list(range(len(found))) for found in steps.values()), steps
+    return len(steps)
 
 
 @over(ALL)
@@ -73,6 +85,67 @@ def test_threads_that_iterate_share_the_batches(kind: Kind, make: Make) -> None:
     with ThreadPoolExecutor(4) as pool:
         taken = [pool.submit(take, how) for how in ("next", "for", "next", "for")]
         assert sum(one.result(WAIT_S) for one in taken) == total
+
+
+@over((SYNC_HERE, *SPREAD))
+def test_new_seeds_of_threads_leave_no_hole(kind: Kind, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the worst of moments: when one worker has its order and the other does not, and when new work is finished."""
+    collector = make(lengths=10**6, steps=3, **ENDLESS)
+    pool, delivery, seeding, batches = collector._pool, collector._delivery, [], [collector.next().clone()]
+    issue, discard = pool.issue, delivery.discard
+
+    def issue_and_seed(work: Any) -> None:
+        issue(work)
+        if len(seeding) < 4 and work.index == 0:
+            seeding.append(threads.submit(collector.set_seed, 3))
+            wait(seeding, timeout=0.1)
+
+    def discard_late(*given: Any) -> None:
+        with suppress(AssertionError):
+            until(lambda: pool.finished, 0.1)
+        discard(*given)
+
+    monkeypatch.setattr(pool, "issue", issue_and_seed)
+    monkeypatch.setattr(delivery, "discard", discard_late)
+    with ThreadPoolExecutor(1) as threads:
+        while len(batches) < 12 or not all(one.done() for one in seeding):
+            batches.append(collector.next().clone())
+    assert whole(batches) > 2
+
+
+@over(HERE)
+def test_whole_episodes_may_be_given_up_and_saved_by_threads(kind: Kind, make: Make) -> None:
+    collector = make(trajs_per_batch=1, traj_format="cat", lanes=30 if kind is AS_READY else 3, **ENDLESS)
+    over_at, interval = time.monotonic() + SECONDS, sys.getswitchinterval()
+
+    def ask(name: str) -> None:
+        while time.monotonic() < over_at:
+            CALLS[name](collector)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            asking = [pool.submit(ask, name) for name in ("state", "seed", "state")]
+            while not all(one.done() for one in asking):
+                assert collector.next()["next", "done"][-1]
+    finally:
+        sys.setswitchinterval(interval)
+    assert not any(one.exception() for one in asking)
+
+
+@over(SPREAD)
+def test_a_state_between_two_batches_counts_what_is_in_the_buffer(kind: Kind, make: Make) -> None:
+    class Slow(CountingEnv):
+        def _step(self, tensordict: Any) -> Any:
+            time.sleep(0.002)
+            return super()._step(tensordict)
+
+    collector = make(lambda: Slow(()), replay_buffer=buffer(), **ENDLESS)
+    stream = iter(collector)
+    for _ in range(3):
+        next(stream)
+        states = [CALLS["state"](collector) for _ in range(3)]
+        assert {state["frames"] for state in states} == {len(collector.replay_buffer)}
 
 
 @over(SPREAD)
@@ -187,16 +260,6 @@ def test_a_signal_handler_may_call_it_at_any_moment(kind: Kind, make: Make) -> N
             count += 1
     assert count > len(CALLS)
     next(stream)
-
-
-def whole(batches: list[Any]) -> int:
-    """Each trajectory is there from its first step on, without a hole; how many there are."""
-    steps: dict[int, list[int]] = {}
-    for batch in batches:
-        for name, step in zip(batch[TRAJ_IDS].reshape(-1).tolist(), counted(batch)[..., STEP].reshape(-1), strict=True):
-            steps.setdefault(name, []).append(int(step))
-    assert all(found == list(range(len(found))) for found in steps.values()), steps
-    return len(steps)
 
 
 @over(HERE)
@@ -314,6 +377,16 @@ def test_an_interrupted_call_loses_nothing(kind: Kind, make: Make, call: str) ->
     next(stream)
     steps = {"attribute": 23, "state": 29, "weights": 37}
     assert at_every_instruction(lambda: CALLS[call](collector), lambda: next(stream), steps[call]) > 3
+
+
+@over((SINGLE, AS_READY))
+@pytest.mark.parametrize("call", ["reset", "seed"])
+@pytest.mark.filterwarnings("ignore:.*a reset of it was interrupted")
+def test_an_interrupted_reset_here_is_done_or_begun_anew(kind: Kind, make: Make, call: str) -> None:
+    collector = make(**ENDLESS)
+    batches: list[Any] = []
+    at_every_instruction(lambda: CALLS[call](collector), lambda: batches.append(collector.next().clone()), 17)
+    assert whole(batches) > 10
 
 
 @over((SINGLE,))
