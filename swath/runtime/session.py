@@ -77,7 +77,8 @@ class Session:
     def _see_to(self, message: Message) -> bool:
         """See to what is no order; whether more may come.
 
-        If that is interrupted it stays to be seen to: others wait for it, unless it is the asker who was interrupted.
+        If that is interrupted it stays to be seen to: others wait for it, unless it is the asker who was interrupted;
+        or work was discarded for it.
         """
         try:
             if message not in self._control:  # who has come in between has seen to it
@@ -94,7 +95,10 @@ class Session:
                     self.job.subscribe(topic, snapshots)
         except BaseException as error:
             is_interrupt = not isinstance(error, Exception) and message not in self._control
-            if is_interrupt and not (isinstance(message, Question) and message.asker == threading.get_ident()):
+            is_vain = (
+                isinstance(message, Question) and message.asker == threading.get_ident() and not message.discards_work
+            )
+            if is_interrupt and not is_vain:
                 self._control.appendleft(message)
             raise
         return True

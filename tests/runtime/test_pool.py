@@ -148,10 +148,11 @@ def test_a_question_of_another_whose_answer_is_interrupted_is_answered_later() -
         if len(asked) == 1:
             raise KeyboardInterrupt
 
-    for asker, times in ((me + 1, 2), (me, 1)):  # of two, or of the one who was interrupted and no longer waits
+    # Of another; of the one who was interrupted and no longer waits; and what work was discarded for.
+    for asker, discards, times in ((me + 1, False, 2), (me, False, 1), (me, True, 2)):
         asked.clear()
         link.to_pool.clear()
-        link.to_worker.append(Question(7, interrupt, asker=asker))
+        link.to_worker.append(Question(7, interrupt, discards, asker))
         with pytest.raises(KeyboardInterrupt):
             session.answer_questions()
         session.answer_questions()
