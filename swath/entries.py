@@ -23,6 +23,58 @@ def trainable() -> AbstractContextManager[Any]:
 _new = getattr(TensorDict, "_new_unsafe", TensorDict)
 """Makes a TensorDict without a look at its entries, which would take longer than all else where they are small."""
 
+_IS_KNOWN = {name: type(value) for name, value in vars(_new({}, batch_size=torch.Size(()), device=None)).items()} == {
+    "_device": type(None),
+    "_tensordict": dict,
+    "_batch_size": torch.Size,
+    "_td_dim_names": type(None),
+}
+"""Whether all that a TensorDict has is known here: then it can be put together without a call for each."""
+
+
+class Mould:
+    """Makes TensorDicts of the same keys, batch size, device and names, of entries that are known to fit."""
+
+    def __init__(
+        self,
+        keys: Sequence[Key],
+        batch_size: Sequence[int],
+        device: torch.device | None,
+        names: Sequence[str | None] | None = None,
+    ) -> None:
+        """Have a place for each of `keys`."""
+        tree = nest((key, place) for place, key in enumerate(keys))
+        self._set_up(tree, torch.Size(batch_size), device, None if names is None else list(names))
+
+    def _set_up(self, tree: Mapping[str, Any], size: torch.Size, device: Any, names: list[str | None] | None) -> None:
+        self._size, self._device, self._names = size, device, names
+        self._places: list[tuple[str, Any]] = []
+        for name, place in tree.items():
+            if isinstance(place, Mapping):
+                inner = Mould.__new__(Mould)
+                inner._set_up(place, size, device, names)
+                place = inner
+            self._places.append((name, place))
+
+    def cast(self, entries: Sequence[Any]) -> TensorDict:
+        """A TensorDict of `entries`, which are in the order of the keys."""
+        source = {
+            name: entries[place] if place.__class__ is int else place.cast(entries) for name, place in self._places
+        }
+        names = None if self._names is None else self._names.copy()
+        if not _IS_KNOWN:
+            made: TensorDict = _new(source, batch_size=self._size, device=self._device, names=names)
+            return made
+        made = TensorDict.__new__(TensorDict)
+        own = made.__dict__
+        own["_device"], own["_tensordict"], own["_batch_size"], own["_td_dim_names"] = (
+            self._device,
+            source,
+            self._size,
+            names,
+        )
+        return made
+
 
 def trusted(
     entries: Mapping[Key, Any],

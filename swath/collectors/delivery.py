@@ -12,18 +12,19 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from swath.collectors.config import CommonConfig
 from swath.collectors.worker import BatchLayout, Collect, Fill
 from swath.rollout.budget import FrameBudget
 from swath.rollout.loop import Receipt
 from swath.rollout.slots import Arena, Slot
-from swath.runtime.carrier import Finished, Place
 from swath.runtime.columns import Columns
 from swath.runtime.pool import LOOK_S, Pool
 from swath.runtime.work import Work
 from swath.weights import Publisher
 
+BY_POLICY, AT_RANDOM = Collect(False), Collect(True)
 BULK_FRAMES = 1000
 """So many frames are ordered in bulk, or one batch if that is more."""
 
@@ -79,7 +80,7 @@ class Terms:
         random = 0 if writes else config.init_random_frames or 0
         return Terms(layout, steps, writes, random, lambda: publisher.version)
 
-    @property
+    @cached_property
     def lanes(self) -> int:
         """Frames in a step of one worker."""
         return math.prod(self.layout.batch_size)
@@ -176,7 +177,7 @@ class Delivery(ABC):
             part.steps -= made
             part.request = Fill(part.steps, self.terms.steps[index])
             if part.steps <= 0:  # all was done but its receipt, and is counted
-                self.pool.finish(index, Finished(part.ticket, Receipt(made, 0, self.terms.version(), 0)))
+                self.pool.finish(index, part.ticket, Receipt(made, 0, self.terms.version(), 0))
 
     def restarted(self, index: int) -> None:
         """A new worker counts from the beginning."""
@@ -188,12 +189,15 @@ class Delivery(ABC):
         given_up = [receipt for worker, receipt in list(self.pool.unclaimed) if worker == index]
         return sum(receipt.frames for receipt in (*delivered, *given_up) if isinstance(receipt, Receipt))
 
-    def frames_in_orders(self) -> int:
-        """Frames that were written to the replay buffer for orders that are not finished."""
-        if not self.terms.writes:
-            return 0
-        reports = {index: self.pool.carrier.report(index) for index in self._counted}
-        return sum(max(0, int(report["frames"]) - self._counted[index]) for index, report in reports.items())
+    @property
+    def frames(self) -> int:
+        """How many frames were delivered, or written to the replay buffer, also for orders that are not finished."""
+        with self.pool.section.lock:  # or a part that another thread is just counting would count twice, or not at all
+            if not self.terms.writes:
+                return self.budget.spent
+            reports = {index: self.pool.carrier.report(index) for index in self._counted}
+            known = sum(max(0, int(report["frames"]) - self._counted[index]) for index, report in reports.items())
+            return self.budget.spent + known
 
     def _count(self, parts: Sequence[Part]) -> None:
         for part in parts:
@@ -201,9 +205,10 @@ class Delivery(ABC):
         self.batches += 1
 
     def _spend(self, index: int, frames: int) -> None:
-        self.budget.spend(frames)
-        if index in self._counted:
-            self._counted[index] += frames
+        with self.pool.section.lock:
+            self.budget.spend(frames)
+            if index in self._counted:
+                self._counted[index] += frames
 
     def _is_random(self, frames: int) -> bool:
         """Whether a batch is to be random when so many frames were collected before."""
@@ -221,8 +226,8 @@ class Delivery(ABC):
         return self._arenas[key]
 
     def _part(self, index: int, steps: int, random: bool, arena: Arena, slot: Slot, row: int | None = None) -> Part:
-        place = Place(slot.memory, (row or 0) * self.terms.lanes, self.terms.lanes)
-        part = Part(index, Collect(random), place, steps=steps, arena=arena, slot=slot, row=row)
+        lanes, work = self.terms.lanes, AT_RANDOM if random else BY_POLICY
+        part = Part(index, work, slot.place((row or 0) * lanes, lanes), steps=steps, arena=arena, slot=slot, row=row)
         part.version, part.claim = self.terms.version(), slot.claim()
         return part
 
@@ -267,7 +272,7 @@ class Barrier(Delivery):
     def _shares(self) -> dict[int, int]:
         """How many steps each worker makes for the next batch: what the budget leaves of what was asked for."""
         wanted = {index: self.terms.steps[index] for index in self.pool.indices}
-        if self.budget.is_spent:
+        if self.budget.is_endless or self.budget.is_spent:
             return wanted
         lanes, begun, shares = self.terms.lanes, 0, dict[int, int]()
         if len(set(wanted.values())) == 1:
@@ -296,7 +301,7 @@ class Barrier(Delivery):
             done = self._collected(parts)
             if self.pool.finished:  # of one that was interrupted
                 self._void([part for part in list(self.pool.finished) if self.pool.take(part)])
-            if not any(part.is_given_up for part in parts):
+            if not any([part.is_given_up for part in parts]):
                 self._count(done)
                 return done
             self._void(done)
@@ -304,11 +309,11 @@ class Barrier(Delivery):
                 return done
 
     def _collected(self, parts: list[Part]) -> list[Part]:
-        with self.pool.section:  # all at once, see `Pool.ask`
+        with self.pool.section if len(parts) > 1 else self.pool.section.lock:  # all at once, see `Pool.ask`
             for part in parts:
                 self.pool.issue(part)
         enough = None if self._threshold is None else int(len(parts) * self._threshold)
-        while not all(part.is_over for part in parts):
+        while not all([part.is_over for part in parts]):
             if enough is not None and sum(part.is_over for part in parts) >= enough:
                 for part in parts:
                     self.pool.carrier.interrupt(part.index, part.ticket)

@@ -115,7 +115,8 @@ class BaseCollector(Control, IterableDataset[Any]):
             self._must_be_open()
         while not self.closed:
             self._must_be_open()
-            self._must_not_run()
+            if self._free is not None:
+                self._must_not_run()
             self._weights.at_batch("before")
             with self._consuming:
                 parts = self._delivery.next()
@@ -322,6 +323,8 @@ class BaseCollector(Control, IterableDataset[Any]):
 
     def _notice_deaths(self) -> None:
         """Let the thread that attends to workers deal with those that have just died."""
+        if self._free is None:
+            return
         deadline, carrier = time.monotonic() + NOTICE_S, self._pool.carrier
         while self._free is not None and self._free.is_alive and time.monotonic() < deadline:
             missing = len(carrier.workers) - len(carrier.alive())

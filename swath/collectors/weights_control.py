@@ -60,7 +60,7 @@ class WeightsControl:
 
     def at_batch(self, when: str) -> None:
         """Publish the policy's weights, if that is due "before" or "after" this batch."""
-        if when == "before":
+        if when == "before" and not self._is_published:
             self.notice_training()
         if self._interval is None or self._when != when:
             return

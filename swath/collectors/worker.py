@@ -300,11 +300,10 @@ class EngineJob(Reflection):
             wanted = min(steps, batch)
             receipts.append(self.engine.write(wanted))
             steps -= receipts[-1].steps
-            if self._watch.is_wanted() or receipts[-1].steps < wanted:
+            if not steps or self._watch.is_wanted() or receipts[-1].steps < wanted:
                 break
-            if steps:
-                self._report()
-        return Receipt.over(receipts)
+            self._report()
+        return receipts[0] if len(receipts) == 1 else Receipt.over(receipts)
 
     def answer(self, request: object) -> object:
         """Call the method that is asked for."""

@@ -183,25 +183,28 @@ class Ledger:
         Returns the position of the first. Waits for a writer that is busy with one of them; a dead one is not waited
         for. Nothing is taken if `make_room`, for all rows up to its argument, raises.
         """
-        patience = Patience()
+        patience: Patience | None = None
         while True:
             with self.lock:
                 slot = self._own_slot()
-                self._write_off(slot)  # a write of ours may have been interrupted just before or after the copy
+                if self._begins[slot] != self._ends[slot]:
+                    self._write_off(slot)  # a write of ours was interrupted just before or after the copy
                 begin = self.head + skipped
-                ahead = self._in_the_way(begin, rows)
+                ahead = None if self._is_local else self._in_the_way(begin, rows)
                 if ahead is None:
                     make_room(min(begin % self.capacity + rows, self.capacity))
                     self._take(slot, begin, rows)
                     if self.on_reserve is not None:
                         self.on_reserve(begin, rows)
                     return begin
+            patience = patience or Patience()
             _wait_for(ahead, patience)
 
     def _take(self, slot: int, begin: int, rows: int) -> None:
         """Note, then move the head, then take the stamps off: who is killed in between is found with what it took."""
-        vain = self._ends > self.head  # killed before they moved the head: what they noted is taken by us
-        self._begins[vain] = self._ends[vain]
+        if not self._is_local:
+            vain = self._ends > self.head  # killed before they moved the head: what they noted is taken by us
+            self._begins[vain] = self._ends[vain]
         self._since[slot] = time.monotonic_ns()
         self._begins[slot] = self._ends[slot] = begin
         self._ends[slot] = begin + rows
@@ -215,12 +218,11 @@ class Ledger:
 
     def commit(self, begin: int, rows: int) -> None:
         """The `rows` rows from `begin` on are whole: let them be read."""
-        with contextlib.nullcontext() if self.is_ordered else self.lock:
-            position = begin + 1
-            for part in self.parts(begin, rows):
-                count = part.stop - part.start
-                self.stamps[part] = np.arange(position, position + count)
-                position += count
+        if self.is_ordered:
+            self._stamp(begin, rows)
+        else:
+            with self.lock:
+                self._stamp(begin, rows)
         slot = self._slot
         assert slot is not None
         is_late = time.monotonic_ns() - self._since[slot] > SLOW_NS
@@ -228,6 +230,13 @@ class Ledger:
         if is_late:  # readers have gone past these rows, and must look at them again
             with self.lock:
                 self.edits += 1
+
+    def _stamp(self, begin: int, rows: int) -> None:
+        position = begin + 1
+        for part in self.parts(begin, rows):
+            count = part.stop - part.start
+            self.stamps[part] = np.arange(position, position + count) if count > 1 else position
+            position += count
 
     def give_up(self) -> None:
         """What was reserved could not be written: leave it without stamps, and count it."""

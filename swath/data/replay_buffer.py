@@ -148,7 +148,7 @@ class ReplayBuffer:
     def takes_columns(self) -> bool:
         """Whether `write` does all that `extend` would do, so that a collector may hand over its columns."""
         own = getattr(type(self).extend, "__module__", "").startswith("swath.data") and "extend" not in vars(self)
-        inverts = any(hasattr(transform, "inv") for transform in self._transforms)
+        inverts = any([hasattr(transform, "inv") for transform in self._transforms])
         return own and not inverts and isinstance(self.storage, TensorStorage)
 
     def write(

@@ -29,6 +29,13 @@ WITHOUT_EFFECT = ("auto_cleanup", "cleanup_memmap", "compilable", "consolidated"
 """Arguments of TorchRL that change nothing here."""
 
 
+class LastingEntries(dict[Key, Tensor]):
+    """Entries that are written again and again, with other values in the same memory: once looked at, they fit."""
+
+    pairs: tuple[Any, list[tuple[Any, Any]]] | None = None
+    """The columns that they fit, and what goes to each."""
+
+
 class TensorStorage(Storage):
     """Columns of memory, one for each entry: `[*lanes, time]` frames, lane by lane.
 
@@ -276,17 +283,7 @@ class TensorStorage(Storage):
                 self.device = next(iter(entries.values())).device
             self.lay_out(StorageLayout.of(form, entries, lanes, self.max_size))
         layout = self._known_layout()
-        if tuple(lanes) != layout.dims:
-            raise ValueError(f"The buffer has lanes of shape {layout.dims}, and was given {tuple(lanes)}.")
-        self.check(entries, len(shape))
-        dims, pairs = len(layout.dims), []
-        for key, entry in entries.items():
-            target: Any = self._targets[key]
-            given: Any = entry.detach()
-            if isinstance(target, np.ndarray):
-                wanted = layout.leaves[key].dtype
-                given = array_of(entry.cpu() if entry.dtype == wanted else entry.to("cpu", wanted))
-            pairs.append((target, given.reshape(layout.lanes, rows, *given.shape[dims + 1 :]) if dims else given))
+        dims, pairs = len(layout.dims), self._pairs(layout, entries, tuple(lanes), rows)
 
         def put(where: slice, which: slice) -> None:
             at, of = ((slice(None), where), (slice(None), which)) if dims else (where, which)
@@ -294,6 +291,29 @@ class TensorStorage(Storage):
                 target[at] = given[of]
 
         return layout.public_index_of_rows(self.write(rows, put, seams, source))
+
+    def _pairs(
+        self, layout: StorageLayout, entries: Entries, lanes: tuple[int, ...], rows: int
+    ) -> list[tuple[Any, Any]]:
+        """For each entry the column that it goes to, and its values as they are copied."""
+        known = entries.pairs if isinstance(entries, LastingEntries) else None
+        if known is not None and known[0] is self._targets:
+            return known[1]
+        if lanes != layout.dims:
+            raise ValueError(f"The buffer has lanes of shape {layout.dims}, and was given {lanes}.")
+        self.check(entries, len(lanes) + 1)
+        dims, pairs, is_lasting = len(lanes), list[tuple[Any, Any]](), isinstance(entries, LastingEntries)
+        for key, entry in entries.items():
+            target: Any = self._targets[key]
+            given: Any = entry.detach()
+            if isinstance(target, np.ndarray):
+                wanted = layout.leaves[key].dtype
+                is_lasting = is_lasting and entry.device.type == "cpu" and entry.dtype == wanted
+                given = array_of(entry.cpu() if entry.dtype == wanted else entry.to("cpu", wanted))
+            pairs.append((target, given.reshape(layout.lanes, rows, *given.shape[dims + 1 :]) if dims else given))
+        if is_lasting and isinstance(entries, LastingEntries):
+            entries.pairs = self._targets, pairs
+        return pairs
 
     def check(self, entries: Entries, batch_dims: int) -> None:
         """Raise unless `entries`, with so many batch dimensions, fit into the layout."""

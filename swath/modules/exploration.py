@@ -9,8 +9,7 @@ takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,14 +18,20 @@ from swath.envs.utils import ExplorationType, exploration_type, set_exploration_
 _of_this_thread: ContextVar[ExplorationType | None] = ContextVar("swath_exploration", default=None)
 
 
-@contextmanager
-def exploring_here(kind: ExplorationType) -> Iterator[None]:
-    """Let policies that we run in this thread explore like `kind`; see NOTE [Exploring in a thread]."""
-    token = _of_this_thread.set(kind)
-    try:
-        yield
-    finally:
-        _of_this_thread.reset(token)
+class ExploringHere:
+    """A context in which policies that we run in this thread explore like `kind`; see NOTE [Exploring in a thread].
+
+    May be entered again once it was left.
+    """
+
+    def __init__(self, kind: ExplorationType) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        self._token = _of_this_thread.set(self._kind)
+
+    def __exit__(self, *exc: object) -> None:
+        _of_this_thread.reset(self._token)
 
 
 def acting_type() -> ExplorationType | None:

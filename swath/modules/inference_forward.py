@@ -18,7 +18,7 @@ from swath.envs.base import EnvBase
 from swath.envs.rows import Rows
 from swath.errors import RowCountError
 from swath.keys import Key, as_key
-from swath.modules.exploration import exploring_here
+from swath.modules.exploration import ExploringHere
 from swath.modules.mlp import MLPStage, flatten
 from swath.modules.parts import parts_of
 from swath.modules.plan import Composition, Planner
@@ -185,7 +185,7 @@ class Forward:
         if self._stages is not None:
             arrays = self._run_stages(self._stages, count)
         else:
-            with nullcontext() if self._kind is None else exploring_here(self._kind):
+            with nullcontext() if self._kind is None else ExploringHere(self._kind):
                 written = self._run_module(count)
                 if self._may_plan:
                     self._plan()
@@ -254,7 +254,7 @@ class Forward:
         self._time += 1
         for stage in stages:
             if isinstance(stage, SamplingStage):
-                columns = {key: tensor[:count].unsqueeze(1) for key, tensor in self._outputs.tensors.items()}
+                columns = {key: array[:count, None] for key, array in self._outputs.arrays.items()}
                 stage.finish(columns, ONE_STEP)
         arrays = self._outputs.arrays
         return [arrays[key][:count].copy() for key in self._visible]

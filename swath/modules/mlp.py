@@ -29,6 +29,7 @@ from swath.envs.rows import Rows, rows_of
 from swath.keys import Key
 from swath.modules.parts import name_of
 from swath.modules.stages import Stage
+from swath.runtime.columns import array_of
 
 InPlace = Callable[[np.ndarray], object]
 Operation = Callable[[], object]
@@ -116,31 +117,29 @@ class _Layer:
         # For one lane a product is as quick in either order, and copying much quicker in the one that torch has.
         self._weight = np.empty((inputs, outputs), weight.dtype, order="F" if lanes == 1 else "C")
         self._bias = None if linear.bias is None else np.empty((lanes, outputs), weight.dtype)
-        self._views: dict[str, tuple[int, tuple[int, ...], np.ndarray]] = {}
+        self._now = [array_of(x) for x in (linear.weight, linear.bias) if x is not None]
+        """The parameters, over their memory; there is another plan when they lie elsewhere (see `Composition`)."""
         self.activations: list[InPlace] = []
         self.out = np.empty((lanes, outputs), weight.dtype)
 
     def fetch(self) -> None:
         """Take the parameters as they are now. A bias is spread over the lanes: adding is then half the price."""
-        self._weight[:] = self._now("weight", self._linear.weight).T
+        self._weight[:] = self._now[0].T
         if self._bias is not None:
-            self._bias[:] = self._now("bias", self._linear.bias)
+            self._bias[:] = self._now[1]
 
-    def _now(self, name: str, parameter: Tensor) -> np.ndarray:
-        """A parameter as an array over its memory, which is remembered for as long as it stays there."""
-        place, strides = parameter.data_ptr(), parameter.stride()
-        known = self._views.get(name)
-        if known is None or known[:2] != (place, strides):
-            known = self._views[name] = place, strides, parameter.detach().numpy()
-        return known[2]
+    def operations(self, x: np.ndarray, out: np.ndarray, is_live: bool = False) -> list[Operation]:
+        """What turns `x` `[n, in]` into `out` `[n, out]`; see NOTE [BLAS threads].
 
-    def operations(self, x: np.ndarray, out: np.ndarray) -> list[Operation]:
-        """What turns `x` `[n, in]` into `out` `[n, out]`; see NOTE [BLAS threads]."""
-        operations: list[Operation] = [partial(x.dot, self._weight, out)]
+        If it `is_live`, for one lane, with the parameters as they are at every call, and not with what was fetched.
+        """
+        weight = self._now[0].T if is_live else self._weight
+        operations: list[Operation] = [partial(x.dot, weight, out)]
         if len(self._blocks) > 1:
-            operations = [partial(np.matmul, x, self._weight[:, block], out[:, block]) for block in self._blocks]
+            operations = [partial(np.matmul, x, weight[:, block], out[:, block]) for block in self._blocks]
         if self._bias is not None:
-            operations.append(partial(np.add, out, self._bias[: len(out)], out))
+            bias = self._now[1][None] if is_live else self._bias[: len(out)]
+            operations.append(partial(np.add, out, bias, out))
         return [*operations, *(partial(activation, out) for activation in self.activations)]
 
 
@@ -219,26 +218,31 @@ class MLPStage(Stage):
                 self._layers[-1].activations.append(self._norms[-1])
         last = layers[-1]
         self._head = _NormalHead(last, self._targets[1]) if isinstance(last, NormalParamExtractor) else None
-        self._operations = self._bind(source, self._targets)
+        self._fetched = self._bind(source, self._targets)
+        self._live = self._bind(source, self._targets, is_live=True) if len(source) == 1 else None
+        """The same on live parameters: a slot of one step sees one set of them in any case, and need not fetch it."""
+        self._operations = self._fetched
         self._some = [np.empty_like(array) for array in (source, *self._targets)]
         """Where the rows of some lanes are gathered before they are run."""
         self._operations_on: dict[int, list[Operation]] = {}
         self._operations_first: dict[int, list[Operation]] = {}
         self.begin(0, None)
 
-    def _bind(self, x: np.ndarray, targets: list[np.ndarray]) -> list[Operation]:
+    def _bind(self, x: np.ndarray, targets: list[np.ndarray], is_live: bool = False) -> list[Operation]:
         """The forward pass from `x` to `targets`; the last layer writes straight into its target."""
         operations: list[Operation] = []
         for layer in self._layers:
             is_last = layer is self._layers[-1] and self._head is None
             out = targets[0] if is_last else layer.out[: len(x)]
-            operations += layer.operations(x, out)
+            operations += layer.operations(x, out, is_live)
             x = out
         return operations if self._head is None else operations + self._head.operations(x, *targets)
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Fetch the parameters."""
-        for layer in self._layers:
+        is_live = steps == 1 and self._live is not None
+        self._operations = self._live if is_live and self._live is not None else self._fetched
+        for layer in () if is_live else self._layers:
             layer.fetch()
         for norm in self._norms:
             norm.fetch()

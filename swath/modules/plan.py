@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
+from operator import contains, is_, itemgetter
 from typing import Any
 
 import numpy as np
@@ -139,50 +141,70 @@ class Planner:
 
 
 class Composition:
-    """What a policy is made of, as far as plans depend on it. Weights are not part of it: stages fetch them themselves.
+    """What a policy is made of, as far as plans depend on it, and where its weights lie; not their values.
 
     Looked at once per slot, and so in microseconds: modules are not walked again, since one that is new, or gone, is
-    noticed by whoever has it.
+    noticed by whoever has it. Nothing of this has a number of versions, so all that modules hold is compared one by
+    one; but by identity, and without a line of Python for each.
     """
 
     def __init__(self, policy: Any) -> None:
         """Remember what `policy` is made of now."""
-        self._modules = tuple(policy.modules()) if isinstance(policy, nn.Module) else ()
-        self._before = self._look()
+        modules = tuple(policy.modules()) if isinstance(policy, nn.Module) else ()
+        self._attributes = [vars(module) for module in modules]
+        self._switched = [module for module in modules if hasattr(type(module), "recurrent_mode")]
+        """TorchRL's modules, which a context may switch over."""
+        samplers = [module for module in modules if isinstance(module, ProbabilisticTensorDictModule)]
+        self._given = [module.distribution_kwargs for module in samplers if module.distribution_kwargs is not None]
+        self._settings = [pair for module in modules for pair in _settings_of(module)]
+        weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
+        self._lazy = [weight for weight in weights if nn.parameter.is_lazy(weight)]
+        self._weights = [weight for weight in weights if not nn.parameter.is_lazy(weight)]
+        self._memory = [weight.detach() for weight in self._weights]  # which no other weight can get meanwhile
+        self._has_rare = bool(self._lazy or self._switched or any([len(own.keys()) for own in self._given]))
+        self._held, self._before = self._holding(), self._look()
+
+    def _holding(self) -> list[Any]:
+        """Modules, weights, hooks and settings, in order; they stay alive here, so that no other takes their id."""
+        held = list(chain.from_iterable(map(dict.values, chain.from_iterable(map(HOLDERS, self._attributes)))))
+        held += [attributes.get(name) for attributes, name in self._settings]
+        return held
 
     def _look(self) -> list[Any]:
-        look: list[Any] = [has_global_extras()]
-        for module in self._modules:
-            look += module._modules.values()
-            for weight in module._parameters.values():
-                if weight is not None and not nn.parameter.is_lazy(weight):
-                    look += (weight.shape, weight.dtype, weight.device)
-            look += _settings_of(module)
-        return look
+        return [
+            has_global_extras(),
+            list(map(contains, self._attributes, repeat("forward"))),
+            [(weight.data_ptr(), weight.shape, weight.stride()) for weight in self._weights],
+            self._look_at_the_rare() if self._has_rare else [len(own.keys()) for own in self._given],
+        ]
+
+    def _look_at_the_rare(self) -> list[Any]:
+        return [
+            [[(name, value if isinstance(value, bool) else 0) for name, value in own.items()] for own in self._given],
+            [nn.parameter.is_lazy(weight) for weight in self._lazy],
+            [module.recurrent_mode for module in self._switched],
+        ]
 
     @property
     def has_changed(self) -> bool:
         """Whether it is made of something else by now."""
-        return self._look() != self._before
+        held, before = self._holding(), self._held
+        return len(held) != len(before) or not all(map(is_, held, before)) or self._look() != self._before
 
 
-def _settings_of(module: nn.Module) -> tuple[Any, ...]:
-    """What may be set on a module at any time, and changes what it does."""
-    extras = _has_extras(module)
+HOLDERS = itemgetter("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
+"""Where a module has what it holds."""
+SAMPLER_SETTINGS = ("distribution_class", "distribution_kwargs", "default_interaction_type", "return_log_prob")
+
+
+def _settings_of(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """What may be set on a module at any time, and changes what it does: where that is kept, and its names there."""
     if isinstance(module, ProbabilisticTensorDictModule):
-        kwargs = module.distribution_kwargs
-        given = (
-            ()
-            if kwargs is None
-            else tuple((key, value if isinstance(value, bool) else 0) for key, value in kwargs.items())
-        )
-        return (extras, module.distribution_class, given, module.default_interaction_type, module.return_log_prob)
+        return [(vars(module), name) for name in SAMPLER_SETTINGS]
     if isinstance(module, TensorDictModule):
-        return (extras, module.module, module.method)
-    if type(module) is nn.Dropout:
-        return (extras, module.training)
-    is_recurrent = hasattr(type(module), "recurrent_mode")  # TorchRL's modules, which a context may switch over
-    return (extras, module.recurrent_mode) if is_recurrent else (extras,)
+        names = ("module", "method") if "module" in vars(module) else ("method",)  # modules are kept elsewhere
+        return [(vars(module), name) for name in names]
+    return [(vars(module), "training")] if type(module) is nn.Dropout else []
 
 
 def _inside(part: Any) -> list[nn.Module]:

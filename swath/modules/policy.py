@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
-from torch import Tensor, nn
+from torch import nn
 
 from swath.envs.base import EnvBase
 from swath.envs.rows import Rows
@@ -133,6 +133,8 @@ class PolicyRunner:
         given = [key for key in self.outputs.tensors if key in present.tensors and key not in states]
         self._random: list[Stage] = [RandomStage(env.actions, self.outputs), EchoStage(present, self.outputs, given)]
         self._active: list[Stage] = []
+        self._acting: list[Stage] = []
+        self._recorded: list[Key] = []
         self._checks: list[Stage] = [RangeStage(env.actions, self.outputs)]
         """What is only done in the first slot in which the policy acts."""
 
@@ -141,30 +143,39 @@ class PolicyRunner:
         self.policy = policy
         self._composition = None
 
-    def begin(self, steps: int, generator: torch.Generator | None, random: bool = False) -> list[Key]:
+    def begin(
+        self,
+        steps: int,
+        generator: torch.Generator | None,
+        random: bool = False,
+        kind: ExplorationType | None = None,
+    ) -> list[Key]:
         """Make ready for `steps` steps (with `random` actions instead of the policy's).
 
-        Returns the keys of `outputs` that must be recorded at every step.
+        `kind` is the exploration type that counts here, if the caller knows that.
+        Returns the keys of `outputs` that must be recorded at every step: the same list for as long as they are.
         """
         if random:
             for tensor in self.outputs.tensors.values():
                 tensor.zero_()
-            self._active = self._random
+            active = acting = self._random
         else:
-            kind, known = acting_type(), self._composition
+            kind, known = kind or acting_type(), self._composition
             if known is None or kind is not self._planned_for or known.has_changed:
                 self._plan = self._planner.plan(self.policy)
                 self._planned_for, self._composition = kind, Composition(self.policy)
-            self._active = self._plan
-        checks = []
-        if not random:
-            checks, self._checks = self._checks, []
-        for stage in self._active:
+            active = acting = self._plan
+            if self._checks:
+                acting, self._checks = [*active, *self._checks], []
+        if acting is not self._acting:
+            self._active, self._acting = active, acting
+            self._runs = [stage.run for stage in acting]
+            self._finishes = [stage.finish for stage in active if type(stage).finish is not Stage.finish]
+            late = {key for stage in active for key in stage.late}
+            self._recorded = [key for key in self.outputs.tensors if key not in late]
+        for stage in active:
             stage.begin(steps, generator)
-        self._acting = [*self._active, *checks]
-        self._runs = [stage.run for stage in self._acting]
-        late = {key for stage in self._active for key in stage.late}
-        return [key for key in self.outputs.tensors if key not in late]
+        return self._recorded
 
     @property
     def stages(self) -> list[str]:
@@ -200,12 +211,12 @@ class PolicyRunner:
             annotate(error, f"Raised by the policy in steps {times.tolist()} of the lanes {lanes.tolist()} of a batch.")
             raise
 
-    def finish(self, columns: Mapping[Key, Tensor], steps: int | Tensor) -> None:
-        """Fill in the columns `[N, T, ...]` that were left for the end of the slot.
+    def finish(self, columns: Mapping[Key, Any], steps: int | np.ndarray) -> None:
+        """Fill in the columns `[N, T, ...]` that were left for the end of the slot: arrays, if they lie on the CPU.
 
         `steps` says how many steps are valid in all lanes, or is a mask `[N, T]` of those that are. What else there is
         is left alone.
         """
         filled: Filled = (slice(None), slice(steps)) if isinstance(steps, int) else steps
-        for stage in self._active:
-            stage.finish(columns, filled)
+        for finish in self._finishes:
+            finish(columns, filled)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from swath.keys import FLAGS, Key, as_key, as_path, is_private, nest
 from swath.modules.exploration import exploring_in_modules
 from swath.runtime.columns import writable
 
-Filled = tuple[slice, slice] | Tensor
+Filled = tuple[slice, slice] | np.ndarray
 """Which steps `[N, T]` of a slot are valid, as an index for its columns: all lanes up to one step, or a mask."""
 
 
@@ -56,8 +57,8 @@ class Stage:
         """Do the work of step `t` for the first `count` lanes."""
         self.run_on(np.arange(count), np.full(count, t))
 
-    def finish(self, columns: Mapping[Key, Tensor], filled: Filled) -> None:
-        """Fill the stage's late entries, given all columns `[N, T, ...]`, where they are valid."""
+    def finish(self, columns: Mapping[Key, Any], filled: Filled) -> None:
+        """Fill the stage's late entries, given all columns `[N, T, ...]`, where they are valid: arrays, on the CPU."""
 
 
 class RandomStage(Stage):

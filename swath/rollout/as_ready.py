@@ -11,7 +11,6 @@ the newest weights.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -73,7 +72,7 @@ class AsReadyLoop(RolloutLoop):
         lane_of, is_new = np.empty(frames, np.int64), np.empty(frames, bool)
         pairs = [(flat[key], self._begun.arrays[key]) for key in self._before]
         pairs += [(flat[after(key)], lanes.out.arrays[key]) for key in self._told]
-        with torch.no_grad(), self._exploring(), self.randomness.applied():
+        with self._no_grad, self._explores, self.randomness.applied():
             running = lanes.ids.current.copy()
             self._draw()
             self._begun_here[:] = False
@@ -107,7 +106,8 @@ class AsReadyLoop(RolloutLoop):
                     most = max(made)  # the others make up for it
                     frames = most * lanes.count
             steps = self._put_in_order(slot, lane_of[:filled], is_new[:filled])
-            receipt = replace(self._complete(slot, steps), running=running)
+            steps, frames, version, begin, _, total = self._complete(slot, steps)
+            receipt = Receipt(steps, frames, version, begin, running, total)
             self._finish_begun()
         self.stats.timings.add(in_env, self._in_policy, perf_counter() - began)
         return receipt
@@ -124,7 +124,8 @@ class AsReadyLoop(RolloutLoop):
 
     def _draw(self) -> None:
         """Let the policy make ready for steps of every lane."""
-        self._recorded = self.policy.begin(DRAWN_STEPS, self.randomness.generator, self._is_random)
+        kind = self.settings.exploration
+        self._recorded = self.policy.begin(DRAWN_STEPS, self.randomness.generator, self._is_random, kind)
         self._times[:] = 0
 
     def _act(self, envs: list[int]) -> None:
@@ -153,10 +154,10 @@ class AsReadyLoop(RolloutLoop):
     def _finish_begun(self) -> None:
         """Fill in what the policy leaves for the end, for frames that another slot will have."""
         columns = {
-            key: tensor.reshape(1, self.lanes.count, *self._begun.leaf(key).shape)
-            for key, tensor in self._begun.tensors.items()
+            key: array.reshape(1, self.lanes.count, *self._begun.leaf(key).shape)
+            for key, array in self._begun.arrays.items()
         }
-        self.policy.finish(columns, torch.from_numpy(self._begun_here)[None])
+        self.policy.finish(columns, self._begun_here[None])
 
     def pace(self, reset: bool = False) -> dict[str, float]:
         """For how many lanes the policy has acted at a time, and how long that took; means over the last calls."""
@@ -184,13 +185,13 @@ class AsReadyLoop(RolloutLoop):
             column = slot.columns[key]
             column[:, :steps] = flat[key][order].reshape(slot.lanes, steps, *column.shape[2:])
         slot.columns[ENV_INDEX][:, :steps] = (lane_of[order] // self.env.lanes_per_env).reshape(slot.lanes, steps)
-        self._new = torch.zeros(slot.lanes, slot.steps, dtype=torch.bool, device="cpu")
-        self._new[:, :steps] = torch.from_numpy(is_new[order]).view(slot.lanes, steps)
+        self._new = np.zeros((slot.lanes, slot.steps), bool)
+        self._new[:, :steps] = is_new[order].reshape(slot.lanes, steps)
         self._places = np.arange(max(1, counts.max())) < counts[:, None]  # [N, T]
         self._ends = np.cumsum(counts)[counts > 0] - 1
         return steps
 
-    def _acted(self, steps: int) -> int | torch.Tensor:
+    def _acted(self, steps: int) -> int | np.ndarray:
         return self._new
 
     def _by_lane(self, values: np.ndarray) -> np.ndarray:

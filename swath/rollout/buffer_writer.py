@@ -8,11 +8,11 @@ from inspect import signature
 from typing import Any
 
 import numpy as np
-import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from swath.data import ReplayBuffer
+from swath.data.tensor_storages import LastingEntries
 from swath.keys import MASK, Key, as_key
 from swath.rollout.slots import Slot
 
@@ -30,6 +30,8 @@ class BufferWriter:
         self._lanes = tuple(lanes)
         self._source = object()
         self._is_interrupted = False
+        self._seams: np.ndarray | None = None
+        """The last that were found without a mask."""
         self._is_ours = isinstance(buffer, ReplayBuffer)
         ndim = buffer.storage.ndim if self._is_ours else 1
         if ndim not in (1, len(self._lanes) + 1):
@@ -55,9 +57,19 @@ class BufferWriter:
         return int(self.buffer.write_count)
 
     def write_slot(self, slot: Slot, keys: Iterable[Key], steps: int) -> None:
-        """Write the first `steps` steps of `slot`."""
-        columns = {key: slot.tensors[key][:, :steps] for key in keys}
-        self._write(columns, (slot.lanes, steps))
+        """Write the first `steps` steps of `slot`; of a full one, it is remembered how."""
+        if steps < slot.steps or MASK in slot.tensors:
+            self._write({key: slot.tensors[key][:, :steps] for key in keys}, (slot.lanes, steps))
+            return
+        if slot.written is None or slot.written[0] is not self:
+            slot.written = self, LastingEntries(self._laid_out({key: slot.tensors[key] for key in keys}, steps))
+        shape = (slot.lanes * steps,) if self.is_flat else (*self._lanes, steps)
+        self._send(slot.written[1], shape, self._lane_seams(steps, None) if self.is_flat else None)
+
+    def _laid_out(self, columns: dict[Key, Tensor], steps: int) -> dict[Key, Tensor]:
+        """Columns `[N, T, ...]` with the dimensions that the buffer has for frames."""
+        shape = (-1,) if self.is_flat else (*self._lanes, steps)
+        return {key: column.reshape(*shape, *column.shape[2:]) for key, column in columns.items()}
 
     def write_batch(self, batch: TensorDictBase) -> None:
         """Write a batch: as it was collected, or as a `postproc` has left it."""
@@ -101,10 +113,9 @@ class BufferWriter:
                     "The env has steps in which some lanes are idle, for which a storage with lanes (ndim above 1) has "
                     "no place: use ndim=1."
                 )
-            inner = {key: column.reshape(*self._lanes, steps, *column.shape[2:]) for key, column in columns.items()}
-            self._send(inner, (*self._lanes, steps), None)
+            self._send(self._laid_out(columns, steps), (*self._lanes, steps), None)
             return
-        flat = {key: column.reshape(lanes * steps, *column.shape[2:]) for key, column in columns.items()}
+        flat = self._laid_out(columns, steps)
         if mask is not None and not bool(mask.all()):
             real = mask.reshape(-1)
             flat = {key: column[real] for key, column in flat.items()}
@@ -116,7 +127,10 @@ class BufferWriter:
         lanes = math.prod(self._lanes)
         if lanes == 1:
             return None
-        mask = torch.ones((lanes, steps), dtype=torch.bool, device="cpu") if mask is None else mask
+        if mask is None:
+            if self._seams is None or self._seams.size != lanes * steps:
+                self._seams = (np.arange(lanes * steps) % steps == 0)[None]
+            return self._seams
         real = mask.reshape(lanes, steps)
         first = (real.cumsum(1) == 1) & real
         return np.asarray(first[real].cpu().numpy())[None]
@@ -135,7 +149,7 @@ class BufferWriter:
     def _interrupted(self, seams: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray | None:
         """`seams`, with one before the first frames if something came between."""
         if self._is_interrupted and shape[-1]:
-            seams = np.zeros((math.prod(shape[:-1]), shape[-1]), bool) if seams is None else seams
+            seams = np.zeros((math.prod(shape[:-1]), shape[-1]), bool) if seams is None else seams.copy()
             seams[:, 0], self._is_interrupted = True, False
         return seams
 

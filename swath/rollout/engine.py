@@ -210,8 +210,10 @@ class Engine:
         self._is_fresh = False
         self.is_stepping = True
         try:
-            with trainable():
-                return self._loop.collect(slot, random=random)
+            if torch.is_inference_mode_enabled():
+                with trainable():
+                    return self._loop.collect(slot, random=random)
+            return self._loop.collect(slot, random=random)
         finally:
             self.is_stepping = False
 
@@ -226,7 +228,7 @@ class Engine:
             if self._loop.was_stopped:
                 break
         self._paused_at = perf_counter()
-        return Receipt.over(receipts)
+        return receipts[0] if len(receipts) == 1 else Receipt.over(receipts)
 
     def _write_once(self, writer: BufferWriter, steps: int, begins: bool) -> Receipt:
         settings, slot = self.settings, self._arena.acquire(steps)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from swath.keys import (
     after,
     is_private,
 )
-from swath.modules.exploration import exploring_here
+from swath.modules.exploration import ExploringHere
 from swath.modules.policy import PolicyRunner
 from swath.rollout.lanes import Lanes
 from swath.rollout.randomness import Randomness
@@ -44,6 +44,8 @@ from swath.rollout.slots import Slot
 from swath.rollout.stats import RolloutStats
 
 EVERY = slice(None)
+SMALL = 4096
+"""So many numbers, and more, are multiplied in this thread; see NOTE [BLAS threads]."""
 NEXT_DONE, NEXT_TERMINATED, NEXT_TRUNCATED, NEXT_REWARD = map(after, (DONE, TERMINATED, TRUNCATED, REWARD))
 
 
@@ -79,8 +81,7 @@ class LoopSettings:
     """whether each makes the same number of steps, however fast it is."""
 
 
-@dataclass(frozen=True)
-class Receipt:
+class Receipt(NamedTuple):
     """What a slot holds."""
 
     steps: int
@@ -120,10 +121,12 @@ class RolloutLoop:
         self.stats = RolloutStats()
         self.was_stopped = False
         """Whether the interruptor has ended the last slot."""
-        self._in_background = False
+        kind = settings.exploration
+        self._explores = nullcontext() if kind is None else set_interaction_type(kind)
+        self._no_grad = torch.no_grad()
         self.randomness = Randomness(settings.policy_device)
         self.lanes = Lanes(env, limit=settings.max_frames_per_traj, worker=settings.worker)
-        with self._exploring():
+        with self._explores:
             self.policy = PolicyRunner(
                 policy,
                 env,
@@ -143,7 +146,8 @@ class RolloutLoop:
 
     def move_to_background(self) -> None:
         """Leave alone what belongs to the whole process."""
-        self._in_background = True
+        if self.settings.exploration is not None:
+            self._explores = ExploringHere(self.settings.exploration)
         self.randomness.stand_alone()
 
     def collect(self, slot: Slot, *, random: bool = False) -> Receipt:
@@ -152,9 +156,9 @@ class RolloutLoop:
         policy, env, lanes = self.policy, self.env, self.lanes
         interruptor, single = self.settings.interruptor, lanes.count == 1
         steps, in_policy, in_env, self._acting = 0, 0.0, 0.0, self.version
-        self.was_stopped = False
-        with torch.no_grad(), self._exploring(), self.randomness.applied():
-            acted = policy.begin(slot.steps, self.randomness.generator, random)
+        self.was_stopped = has_ended = False
+        with self._no_grad, self._explores, self.randomness.applied():
+            acted = policy.begin(slot.steps, self.randomness.generator, random, self.settings.exploration)
             before, behind = self._copied(slot, acted)
             for t in range(slot.steps):
                 at = t if single else (EVERY, t)
@@ -173,20 +177,14 @@ class RolloutLoop:
                 in_env += stepped_at - acted_at
                 if finished or lanes.has_memory:  # carry on what is carried, begin anew what has ended
                     in_env += lanes.go_on(finished)
+                    has_ended = has_ended or finished
                 steps = t + 1
                 if interruptor is not None and interruptor.collection_stopped():
                     self.was_stopped = True
                     break
-            receipt = self._complete(slot, steps)
+            receipt = self._complete(slot, steps, has_ended)
         self.stats.timings.add(in_env, in_policy, perf_counter() - begun)
         return receipt
-
-    def _exploring(self) -> AbstractContextManager[Any]:
-        """The exploration type that was asked for; without one, the user's own context stays as it is."""
-        kind = self.settings.exploration
-        if kind is None:
-            return nullcontext()
-        return exploring_here(kind) if self._in_background else set_interaction_type(kind)
 
     # -- the layout --------------------------------------------------------------------------------------------
 
@@ -218,12 +216,12 @@ class RolloutLoop:
 
     def _copied(self, slot: Slot, acted: list[Key]) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
         """What is copied to `slot` in a step before the policy acts, and behind; remembered with the slot."""
-        if slot.bound is None or slot.bound[0] is not self or slot.bound[1] != acted:
+        if slot.bound is None or slot.bound[0] is not self or slot.bound[1] is not acted:
             before = self._pairs(slot, self.lanes.present, self._seen)
             behind = self._pairs(slot, self.policy.outputs, acted)
-            slot.bound = self, acted, before, behind + self._pairs(slot, self.lanes.out, self._told, after)
-        _, _, before, behind = slot.bound
-        return before, behind
+            behind += self._pairs(slot, self.lanes.out, self._told, after)
+            slot.bound = self, acted, before, behind, self._numbers(slot, slot.steps)
+        return slot.bound[2], slot.bound[3]
 
     def _pairs(self, slot: Slot, rows: Rows, keys: Iterable[Key], named: Any = None) -> list[tuple[Any, Any]]:
         """(column, row) for each key: what is copied in a step. One lane is copied without its dimension."""
@@ -239,21 +237,30 @@ class RolloutLoop:
 
     # -- once per slot -----------------------------------------------------------------------------------------
 
-    def _complete(self, slot: Slot, steps: int) -> Receipt:
-        """Write what follows from the steps: log-probs, done, ids, counts, versions; count and check."""
+    def _complete(self, slot: Slot, steps: int, has_ended: bool = True) -> Receipt:
+        """Write what follows from the steps: log-probs, done, ids, counts, versions; count and check.
+
+        `has_ended` tells whether an episode may have.
+        """
         columns, settings = slot.columns, self.settings
-        self.policy.finish(slot.tensors, self._acted(steps))
+        self.policy.finish(columns, self._acted(steps))
         for key in FLAGS:  # a lane that has ended is restarted at once, so that no root is ever done
             columns[key][:] = False
-        columns[NEXT_DONE][:] = columns[NEXT_TERMINATED] | columns[NEXT_TRUNCATED]
-        ended = self._by_lane(slot.array(NEXT_DONE)[:, :steps, 0]).copy()
-        real = self._real(slot, steps)
+        real, ended = self._real(slot, steps), None
+        if has_ended or settings.set_truncated or real is not None:
+            columns[NEXT_DONE][:] = columns[NEXT_TERMINATED] | columns[NEXT_TRUNCATED]
+            ended = self._by_lane(slot.array(NEXT_DONE)[:, :steps, 0]).copy()
+        else:  # as in most small batches
+            columns[NEXT_DONE][:] = False
         if settings.track_traj_ids:
-            ids = np.empty(ended.shape, np.int64)
-            self.lanes.ids.assign(self._cut_off(ended, real), ids)
-            if real is not None:
-                ids[~real] = PADDING_ID
-            slot.put(TRAJ_IDS, self._in_slot(ids))
+            if ended is None:
+                slot.put(TRAJ_IDS, self.lanes.ids.current[:, None], steps)
+            else:
+                ids = np.empty(ended.shape, np.int64)
+                self.lanes.ids.assign(self._cut_off(ended, real), ids)
+                if real is not None:
+                    ids[~real] = PADDING_ID
+                slot.put(TRAJ_IDS, self._in_slot(ids), steps)
         if STEP_COUNT in columns:
             columns[after(STEP_COUNT)][:] = columns[STEP_COUNT] + 1
         if settings.track_version:
@@ -267,7 +274,7 @@ class RolloutLoop:
     # A slot's rows are lanes here, and all of them have made the same steps. A loop in which that is not so lays its
     # slots out in another way, which these tell of.
 
-    def _acted(self, steps: int) -> int | torch.Tensor:
+    def _acted(self, steps: int) -> int | np.ndarray:
         """Which of the first `steps` steps the policy has made since `begin`: all, or a mask of the slot."""
         return steps
 
@@ -312,25 +319,34 @@ class RolloutLoop:
             cut[has_any, last[has_any]] = True
         return cut
 
-    def _count(self, slot: Slot, steps: int, ended: np.ndarray, real: np.ndarray | None) -> Receipt:
-        stats = self.stats
-        frames = ended.size if real is None else int(real.sum())
+    def _count(self, slot: Slot, steps: int, ended: np.ndarray | None, real: np.ndarray | None) -> Receipt:
+        stats, meter = self.stats, self.lanes.meter
+        frames = slot.lanes * steps if real is None else int(real.sum())
         stats.frames += frames
         stats.idle_frames += slot.lanes * steps - frames
         stats.batches += 1
-        rewards = self._by_lane(slot.array(NEXT_REWARD)[:, :steps, 0])
-        self.lanes.meter.measure(rewards, ended, real, stats, self._broken())
+        rewards = slot.array(NEXT_REWARD)[:, :steps, 0]
+        if ended is None:
+            meter.go_on(rewards)
+        else:
+            meter.measure(self._by_lane(rewards), ended, real, stats, self._broken())
         self._warn_of_nan(slot, steps)
         self.steps += steps
-        return Receipt(steps, frames, self._acting, self.steps - steps, total=stats.frames)
+        return Receipt(steps, frames, self._acting, self.steps - steps, None, stats.frames)
+
+    def _numbers(self, slot: Slot, steps: int) -> list[Any]:
+        """What to look for NaN in, flat."""
+        return [slot.columns[name][:, :steps].reshape(-1) for _, name in self._suspect]
 
     def _warn_of_nan(self, slot: Slot, steps: int) -> None:
         """Once for each key: in what the env answered, and in what it began with."""
-        for key, name in self._suspect:
-            column = slot.columns[name][:, :steps]
-            least = column.min()  # which is NaN if anything is
-            if least == least or key in self._warned:
+        bound = slot.bound if steps == slot.steps else None
+        numbers = self._numbers(slot, steps) if bound is None else bound[4]
+        for (key, name), flat in zip(self._suspect, numbers, strict=True):
+            size = flat.dot(flat) if len(flat) <= SMALL else flat.min()  # either is NaN if anything is
+            if size == size or key in self._warned:
                 continue
+            column = slot.columns[name][:, :steps]
             self._warned.add(key)
             found = torch.as_tensor(column, device="cpu").reshape(*column.shape[:2], -1).isnan().any(-1).numpy()
             lane = int(np.flatnonzero(self._by_lane(found).any(1))[0])

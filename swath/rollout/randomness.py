@@ -11,13 +11,15 @@ one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from swath.seeding import policy_seed
+
+_NOTHING = nullcontext()
 
 
 class Randomness:
@@ -45,13 +47,13 @@ class Randomness:
         cuda = None if self._cuda is None else torch.Generator(self._cuda).manual_seed(own + 1).get_state()
         self._states = (cpu, cuda)
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> AbstractContextManager[None]:
         """Let policies that draw from torch's default generator draw from our stream."""
-        if self._states is None or not self._lends:
-            yield
-            return
-        saved = self._swap(self._states)
+        return _NOTHING if self._states is None or not self._lends else self._lent(self._states)
+
+    @contextmanager
+    def _lent(self, states: tuple[Tensor, Tensor | None]) -> Iterator[None]:
+        saved = self._swap(states)
         try:
             yield
         finally:

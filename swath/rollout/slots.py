@@ -1,9 +1,9 @@
 """Slots: the memory that batches are made of.
 
-NOTE [Slot ownership]: a slot is filled by an engine, then handed to the consumer, and comes back by itself. Each
-delivery wraps the slot's memory in fresh array objects, over which the delivered tensors lie. The slot only remembers
-these arrays weakly: when the last tensor, view or slice of the batch has died, so have they, and the slot may be filled
-again. While it is being filled elsewhere, and there is nothing to hand out yet, a claim counts the same. A batch of
+NOTE [Slot ownership]: a slot is filled by an engine, then handed to the consumer, and comes back by itself. Delivered
+tensors are new ones each time, and lie over arrays that only the slot has beside them. A tensor, and with it each view
+or slice of it, holds its array: as long as any of these has more references than the slot's own, something of the batch
+is kept. While it is being filled elsewhere, and there is nothing to hand out yet, a claim counts the same. A batch of
 which anything is kept is therefore never overwritten, and one that is let go costs no allocation. A child that is
 forked meanwhile has the batch too, and nobody here hears when it lets go: what is handed out then is not used again.
 Nothing is called when a batch dies; the arena looks when it needs a slot, and only at a few, however many are kept.
@@ -15,6 +15,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from sys import getrefcount
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from swath.entries import trainable, trusted
+from swath.entries import Mould, trainable, trusted
 from swath.keys import Key
+from swath.runtime.carrier import Place
 from swath.runtime.columns import Columns
 from swath.runtime.descriptors import is_scarce
 
@@ -45,17 +47,28 @@ class Slot:
         self.lanes, self.steps = memory.shape
         self.is_retired = False
         """Whether it is not used again when it comes back."""
-        self._handed_out: list[weakref.ref[np.ndarray]] = []
         self.tensors = memory.tensors
         self._is_on_cpu = all(tensor.device.type == "cpu" for tensor in self.tensors.values())
         self.columns: dict[Key, Any] = {
             key: tensor.numpy() if self._is_on_cpu else tensor for key, tensor in self.tensors.items()
         }
         """Arrays on the CPU, tensors elsewhere."""
-        self._shaped = {key: column.reshape(self._shape_of(column)) for key, column in self.columns.items()}
-        """The same as they are handed out."""
+        self._shaped = {
+            key: column.reshape(self._shape_of(column)).view()
+            for key, column in self.columns.items()
+            if self._is_on_cpu
+        }
+        """The same as they are handed out; see NOTE [Slot ownership]."""
+        self._claimed = np.empty(0)
+        self._holders = [self._claimed, *self._shaped.values()]
+        self._unheld = list(map(getrefcount, self._holders))
+        self._places: dict[int, Place] = {}
+        self._form: tuple[Sequence[Key], list[int], Mould] | None = None
+        """Of the last batch: its keys, where their arrays are among the holders, and what makes it."""
         self.bound: Any = None
-        """What whoever fills the slot remembers of it."""
+        """What whoever fills the slot remembers of it,"""
+        self.written: Any = None
+        """and whoever copies it elsewhere."""
         _slots[id(memory)] = self
 
     @staticmethod
@@ -71,44 +84,40 @@ class Slot:
         column = self.columns[key]
         return column if isinstance(column, np.ndarray) else column.cpu().numpy()
 
-    def put(self, key: Key, values: np.ndarray) -> None:
-        """Write the first steps of the column `key`."""
+    def put(self, key: Key, values: np.ndarray, steps: int) -> None:
+        """Write the first steps of the column `key`: `values` `[N, steps]`, or `[N, 1]` which are the same for all."""
         column = self.columns[key]
         is_array = isinstance(column, np.ndarray)
-        column[:, : values.shape[1]] = values if is_array else torch.from_numpy(values).to(column.device)
+        column[:, :steps] = values if is_array else torch.from_numpy(values).to(column.device)
 
     @property
     def is_free(self) -> bool:
         """Whether there is no claim to it, and nothing of the last delivery is held."""
-        if self._is_held():
-            return False
-        self._handed_out.clear()
-        return True
-
-    def _is_held(self) -> bool:
-        return any(ref() is not None for ref in tuple(self._handed_out))
+        return list(map(getrefcount, self._holders)) == self._unheld
 
     def retire_if_held(self) -> None:
         """Let it not be used again if somebody has it, where its memory is the same in a fork; in any thread."""
-        if self.memory.block is not None and self._is_held():
+        if self.memory.block is not None and not self.is_free:
             self.is_retired = True
 
     def claim(self) -> object:
         """Something that keeps the slot from being used for anything else for as long as it is held."""
-        claim = np.empty(0)
-        self._handed_out.append(weakref.ref(claim))
-        return claim
+        return self._claimed
+
+    def place(self, first_row: int, rows: int) -> Place:
+        """Where a worker writes its rows, of which there are always as many."""
+        if first_row not in self._places:
+            self._places[first_row] = Place(self.memory, first_row, rows)
+        return self._places[first_row]
 
     def hand_out(self, keys: Sequence[Key], steps: int) -> dict[Key, Tensor]:
         """Ordinary tensors `[*batch_size, steps, ...]` of the entries `keys`, over the slot's memory.
 
         A slot that is not full is copied instead where its lanes would not lie behind each other.
         """
-        shaped, from_array = self._shaped, torch.from_numpy
         if self._is_on_cpu:
-            fresh = [shaped[key].view() for key in keys]
-            self._handed_out += map(weakref.ref, fresh)
-            entries = dict(zip(keys, map(from_array, fresh), strict=True))
+            shaped, from_array = self._shaped, torch.from_numpy
+            entries = {key: from_array(shaped[key]) for key in keys}
         else:
             entries = {key: self.tensors[key].reshape(self._shape_of(self.tensors[key])) for key in keys}
         if steps < self.steps:
@@ -117,6 +126,18 @@ class Slot:
         if not self._is_on_cpu:  # nothing tells when tensors there die; an accelerator's allocator caches by itself
             self.is_retired = True
         return entries
+
+    def batch(self, keys: Sequence[Key], steps: int) -> TensorDictBase:
+        """The same as a batch `[*batch_size, steps]`."""
+        if steps < self.steps or not self._is_on_cpu:
+            return named_batch(self.hand_out(keys, steps), (*self.batch_size, steps))
+        if self._form is None or self._form[0] is not keys:
+            places = [list(self._shaped).index(key) + 1 for key in keys]
+            size = (*self.batch_size, steps)
+            self._form = keys, places, Mould(keys, size, None, time_named(size))
+        _, places, mould = self._form
+        holders, from_array = self._holders, torch.from_numpy
+        return mould.cast([from_array(holders[place]) for place in places])
 
 
 _slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
@@ -134,13 +155,20 @@ os.register_at_fork(before=_retire_held, after_in_parent=_retire_held)  # twice:
 
 def batch_of(slot: Slot, keys: Sequence[Key], steps: int) -> TensorDictBase:
     """The first `steps` steps of a slot as a batch `[*batch_size, steps]`, over its memory."""
-    with trainable():
-        return named_batch(slot.hand_out(keys, steps), (*slot.batch_size, steps))
+    if torch.is_inference_mode_enabled():
+        with trainable():
+            return slot.batch(keys, steps)
+    return slot.batch(keys, steps)
 
 
 def named_batch(entries: Mapping[Key, Tensor], batch_size: tuple[int, ...]) -> TensorDictBase:
     """A batch whose last dimension is time."""
-    return trusted(entries, batch_size, None, names=[*(None,) * (len(batch_size) - 1), "time"])
+    return trusted(entries, batch_size, None, names=time_named(batch_size))
+
+
+def time_named(batch_size: tuple[int, ...]) -> list[str | None]:
+    """The names of the dimensions of a batch: the last is time."""
+    return [*(None,) * (len(batch_size) - 1), "time"]
 
 
 class Arena:
@@ -165,6 +193,14 @@ class Arena:
 
     def acquire(self, steps: int) -> Slot:
         """A free slot of `steps` steps."""
+        in_use = self._in_use
+        if (
+            0 < len(in_use) <= SPARE_SLOTS + 1 and not self._free
+        ):  # as with most consumers: there is nothing to give back
+            slot = in_use[0]
+            if slot.steps == steps and not slot.is_retired and slot.is_free:
+                in_use.rotate(-1)
+                return slot
         for _ in range(min(LOOKS, len(self._in_use))):
             slot = self._in_use.popleft()
             if not slot.is_free:

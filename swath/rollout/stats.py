@@ -78,12 +78,30 @@ class EpisodeMeter:
 
     def __init__(self, lanes: int) -> None:
         self.returns = np.zeros(lanes)
-        self.lengths = np.zeros(lanes, dtype=np.int64)
+        self._lengths = np.zeros(lanes, dtype=np.int64)
+        self._steps = 0
+        """Steps of all lanes that are not added to their lengths yet."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """How many steps the running episodes have."""
+        if self._steps:
+            self._lengths += self._steps
+            self._steps = 0
+        return self._lengths
 
     def forget(self, lanes: list[int]) -> None:
         """Begin anew in `lanes`, whose episodes were cut off."""
         self.returns[lanes] = 0.0
         self.lengths[lanes] = 0
+
+    def go_on(self, reward: np.ndarray) -> None:
+        """Count a slot `[N, T]` in which no episode has ended, as in most small ones."""
+        if reward.size == 1:
+            self.returns[0] += reward.item()
+        else:
+            self.returns += reward.sum(1, dtype=np.float64)
+        self._steps += reward.shape[1]
 
     def measure(
         self,
@@ -95,9 +113,16 @@ class EpisodeMeter:
     ) -> None:
         """Count a slot `[N, T]`; `real` tells frames from idle places, and `broken` where episodes were lost."""
         cut = done if broken is None else done | broken
-        if real is None and not cut.any():  # as most small batches: no need for the rest
-            self.returns += reward.sum(1, dtype=np.float64)
-            self.lengths += done.shape[1]
+        if real is None and broken is None and done.shape[1] == 1:  # as is quicker, lane by lane
+            self.go_on(reward)
+            for one in np.flatnonzero(done).tolist():
+                stats.episodes += 1
+                stats.returns.append(self.returns.item(one))
+                stats.lengths.append(self.lengths.item(one))
+                self.forget([one])
+            return
+        if real is None and not cut.any():
+            self.go_on(reward)
             return
         counted = np.ones(done.shape, dtype=bool) if real is None else real
         begins = np.ones(done.shape, dtype=bool)

@@ -8,6 +8,9 @@ import numpy as np
 
 from swath.keys import WORKER_BITS
 
+FEW = 16
+"""So many ends of trajectories are seen to one by one in less time than all at once."""
+
 
 class TrajectoryIds:
     """Gives every trajectory of every lane its number."""
@@ -40,8 +43,12 @@ class TrajectoryIds:
 
         New trajectories are numbered in the order in which they begin, lanes in order where they begin together.
         """
-        if not done.any():
-            out[:] = self.current[:, None]
+        out[:] = self.current[:, None]
+        last = np.argwhere(done.T)
+        if len(last) <= FEW:
+            for at, one in last.tolist():
+                self.renew((one,))
+                out[one, at + 1 :] = self.current[one]
             return
         ends = np.cumsum(done, axis=1)
         before = ends - done  # how many trajectories of this lane have ended before each frame

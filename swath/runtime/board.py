@@ -95,5 +95,9 @@ class BoardRow:
     def report(self, numbers: Mapping[str, float]) -> None:
         """Show `numbers`."""
         self._numbers[FIELDS:] = [float(numbers.get(name, 0.0)) for name in self._fields]
+        self.settle()
+
+    def settle(self) -> None:
+        """All steps so far have been reported."""
         self._numbers[SIGNS] += 1.0
         self._numbers[REPORTED] = self._numbers[STEPS]

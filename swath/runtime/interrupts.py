@@ -112,17 +112,18 @@ class Section:
     """A context, for moments only, of one thread at a time, which may enter it again; `undisturbed` as well."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Keeps other threads out, and no handlers: for what may be left half done if one of them raises something."""
 
     def __enter__(self) -> None:
         undisturbed.__enter__()
         try:
-            while not self._lock.acquire(timeout=LONGEST_S):  # somebody is stuck in there
+            while not self.lock.acquire(timeout=LONGEST_S):  # somebody is stuck in there
                 undisturbed.breathe()
         except BaseException:
             undisturbed.__exit__()
             raise
 
     def __exit__(self, *exc: object) -> None:
-        self._lock.release()
+        self.lock.release()
         undisturbed.__exit__()

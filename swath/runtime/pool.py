@@ -15,7 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Generic
+from typing import Generic, TypeVar
 
 from swath.errors import ClosedError, StallWarning, WorkerDiedError, WorkerRestartedWarning, annotate
 from swath.runtime.carrier import (
@@ -32,12 +32,16 @@ from swath.runtime.carrier import (
     Warned,
 )
 from swath.runtime.interrupts import Section, undisturbed
+from swath.runtime.local import LocalCarrier
 from swath.runtime.supervision import Owner, Replacements, Supervision, WorkerClocks
 from swath.runtime.turns import Turns
-from swath.runtime.work import W
+from swath.runtime.work import Work as Work
 
 LOOK_S = 1.0
 """How often a thread that waits looks for workers that have stalled."""
+
+
+W = TypeVar("W", bound=Work)
 
 
 class Pool(Generic[W]):
@@ -74,9 +78,8 @@ class Pool(Generic[W]):
         """Of each worker that has given one."""
         self.unclaimed: deque[tuple[int, object]] = deque()
         """Workers, and their receipts of work that was forgotten meanwhile."""
-        self.restarts = 0
         self.failure: BaseException | None = None
-        self.is_closed = False
+        self.restarts, self.is_closed = 0, False
         self.supervision = supervision
         self.last_ticket = dict.fromkeys(range(workers), 0)
         """Of the last work that each worker was given."""
@@ -84,10 +87,10 @@ class Pool(Generic[W]):
         self._owner = owner
         self._doing, self._is_busy, self._heartbeat = doing, is_busy, pulse or carrier.heartbeat
         self._restarted: dict[int, int] = {}
-        self.replacements = Replacements()
+        self.replacements, self._clocks = Replacements(), WorkerClocks()
         self._dropped: set[int] = set()
-        self._restarting: dict[int, int] = {}  # workers that are just being replaced, and by which thread
-        self._mourned: set[int] = set()  # those of them that the owner knows to be lost
+        # Workers that are just being replaced, by which thread, and those of them that the owner knows to be lost:
+        self._restarting, self._mourned = dict[int, int](), set[int]()
         self._starter = 0  # the thread that is just starting a worker
         self._joining: dict[int, BaseException | None] = {}
         """Workers that were added later and are not ready yet, and what has kept them from it."""
@@ -95,12 +98,13 @@ class Pool(Generic[W]):
         self._asked: dict[int, tuple[int, Question]] = {}
         self._answers: dict[int, Answer] = {}
         self._numbers = itertools.count(1)
-        self._clocks = WorkerClocks()
         self._stalled: set[int] = set()
         self._killed: dict[int, str] = {}
         """Why a worker was killed by us."""
         self._inbox: deque[tuple[int, News]] = deque()
         self.section = Section()  # in which all that is known of work and questions changes; see NOTE [Moments]
+        self._here = carrier if isinstance(carrier, LocalCarrier) and carrier.is_local else None
+        """Lets workers work in this thread: nothing is sent then, and an interrupt ends the work that it comes to."""
         self._turns = Turns()
 
     # -- starting and stopping ---------------------------------------------------------------------------------
@@ -162,7 +166,7 @@ class Pool(Generic[W]):
         for work in self._outstanding[index]:
             work.is_over, work.is_lost, work.is_given_up = True, True, on_purpose
         self._outstanding[index] = deque()  # another thread may be looking at the former
-        for work in [work for work in list(self.finished) if work.index == index and on_purpose]:
+        for work in [work for work in list(self.finished) if on_purpose and work.index == index]:
             if self.take(work):
                 work.is_lost = work.is_given_up = True
                 self.unclaimed.append((index, work.receipt))
@@ -199,15 +203,17 @@ class Pool(Generic[W]):
     # -- work --------------------------------------------------------------------------------------------------
 
     def issue(self, work: W) -> None:
-        """Let a worker do `work`."""
-        with self.section:
+        """Let a worker do `work`: from now on or, if it is a local one, when it is waited for."""
+        is_sent = self._here is None
+        with self.section if is_sent else self.section.lock:
             if work.index in self._dropped:  # just now, by another thread
                 work.is_over = work.is_lost = True
                 return
             work.ticket = self.last_ticket[work.index] = next(self._numbers)
             self._outstanding[work.index].append(work)
-            self._clocks.expect(work.index)
-            self._send(work.index, Order(work.ticket, work.request, work.place))
+            if is_sent:
+                self._clocks.expect(work.index)
+                self._send(work.index, Order(work.ticket, work.request, work.place))
 
     def _send(self, index: int, message: Order | Question) -> None:
         if self._restarting.get(index, me := threading.get_ident()) == me:  # else who restarts it sends all there is
@@ -270,10 +276,14 @@ class Pool(Generic[W]):
     def _attend(self, timeout_s: float, works: bool, is_first: bool) -> None:
         if self.is_closed:
             raise ClosedError(f"{self.name} was shut down while it was waited for.")
-        # In a local worker that is at work just now, waiting would mean to begin its next work within it.
-        is_quick = self.carrier.is_local and not (is_first and works)
-        patience_s = 0.0 if is_quick else self.replacements.patience_s(timeout_s)
-        if self._inbox or self._clocks.wait(self.carrier.wait, patience_s):
+        if self._here is not None:
+            if self._here.has_mail or self._inbox:  # questions come first
+                self._here.wait(0.0)
+                self._take_in()
+            if is_first and works:  # otherwise it would begin its next work within the one that it is at
+                self._here.let_work(self._outstanding, self.section.lock, self.finish)
+            return
+        if self._inbox or self._clocks.wait(self.carrier.wait, self.replacements.patience_s(timeout_s)):
             self._take_in()
         self._replace_failed()
         self._look_for_stalls()
@@ -297,7 +307,7 @@ class Pool(Generic[W]):
         if index in self.carrier.workers:
             match news:
                 case Finished():
-                    self.finish(index, news)
+                    self.finish(index, news.ticket, news.receipt)
                 case Answer():
                     if self._asked.pop(news.number, None) is not None:
                         self._answers[news.number] = news
@@ -326,16 +336,16 @@ class Pool(Generic[W]):
             return "it was being made"
         return "it was collecting" if self._outstanding[index] else "it had nothing to do"
 
-    def finish(self, index: int, news: Finished) -> None:
+    def finish(self, index: int, ticket: int, receipt: object) -> None:
         """Work is done, as its worker has said, or as its owner knows."""
-        self.last_receipt[index] = news.receipt
+        self.last_receipt[index] = receipt
         works = self._outstanding[index]
-        if works and works[0].ticket == news.ticket:  # otherwise it was forgotten meanwhile
+        if works and works[0].ticket == ticket:  # otherwise it was forgotten meanwhile
             work = works.popleft()
-            work.receipt, work.is_over = news.receipt, True
+            work.receipt, work.is_over = receipt, True
             self.finished.append(work)
         else:
-            self.unclaimed.append((index, news.receipt))
+            self.unclaimed.append((index, receipt))
 
     def expect_progress(self, indices: Iterable[int]) -> None:
         """From now on, these workers are expected to move."""
@@ -375,6 +385,8 @@ class Pool(Generic[W]):
 
     def fail(self, index: int, error: BaseException) -> None:
         """A worker is of no use any more: raise `error`, or mend what it has broken."""
+        if self.is_closed:  # we have ended it ourselves
+            raise ClosedError(f"{self.name} was shut down while it was waited for.")
         if index in self._joining:  # whoever adds it raises that
             self._joining[index] = error
             return self.remove(index)

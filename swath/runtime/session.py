@@ -39,7 +39,6 @@ class Session:
         self._link = link
         self._control: deque[Message] = deque()
         self._orders: deque[Order] = deque()
-        self._is_at_work = False
         try:
             self.job = task.begin(link)
             described = self.job.describe()
@@ -67,14 +66,10 @@ class Session:
         if is_there and self._control:
             return self._see_to(self._control[0])
         if self._orders:  # a signal handler may just have discarded them
-            self._is_at_work = True
-            try:
-                self._work(self._orders.popleft())
-            finally:
-                self._is_at_work = False
+            self._work(self._orders.popleft())
         return True
 
-    def _see_to(self, message: Message) -> bool:
+    def _see_to(self, message: Message, within_work: bool = False) -> bool:
         """See to what is no order; whether more may come.
 
         If that is interrupted it stays to be seen to: others wait for it, unless it is the asker who was interrupted;
@@ -83,7 +78,7 @@ class Session:
         try:
             if message not in self._control:  # who has come in between has seen to it
                 return True
-            if self._is_at_work and isinstance(message, Question) and message.discards_work:
+            if within_work and isinstance(message, Question) and message.discards_work:
                 return True  # it waits for the end of what it discards
             self._control.remove(message)
             match message:
@@ -103,21 +98,22 @@ class Session:
             raise
         return True
 
-    def answer_questions(self) -> None:
-        """See to all questions that have come, and to no order: an order may be under way."""
-        self._has_questions()
+    def answer_questions(self, within_work: bool = False) -> None:
+        """See to all questions that have come, and to no order; some have to wait if this is within one."""
+        self.has_questions()
         for message in list(self._control):
-            self._see_to(message)
+            self._see_to(message, within_work)
 
     def _has_next(self, wait: bool) -> bool:
-        while not self._has_questions() and not self._orders:
+        while not self.has_questions() and not self._orders:
             if not wait:
                 return False
             self.job.idle()
             self._take_in(wait=True)
         return True
 
-    def _has_questions(self) -> bool:
+    def has_questions(self) -> bool:
+        """Whether something is to be seen to before the next order."""
         if self._link.has_news():
             self._take_in(wait=False)
         return bool(self._control)
@@ -133,11 +129,14 @@ class Session:
                     self._control.append(message)
 
     def _work(self, order: Order) -> None:
+        self._link.finish(order, self.perform(order))
+
+    def perform(self, order: Order) -> object:
+        """Do an order; its receipt."""
         try:
-            receipt = self.job.work(order, self._has_questions)
+            return self.job.work(order, self.has_questions)
         except BaseException as error:
             self._fail(error, "collecting")
-        self._link.finish(order, receipt)
 
     def _answer(self, question: Question) -> None:
         is_local = self._link.is_local

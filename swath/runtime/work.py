@@ -1,9 +1,8 @@
-"""Work: something for a worker to do, as its pool sees it."""
+"""Work: something for a worker of a pool to do, and what has become of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 from swath.runtime.carrier import Place
 
@@ -23,6 +22,3 @@ class Work:
     """Whether its worker was dropped before it was done, or it was given up."""
     is_given_up: bool = False
     """Whether that was on purpose, as for a new seed."""
-
-
-W = TypeVar("W", bound=Work)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.testing  # now: a signal handler could come in between when it is first used
 from tensordict import TensorDictBase
 
 from swath.data.episodes import find_pieces

@@ -120,7 +120,7 @@ class Subscriber:
 
     def adopt(self, find: Callable[[str], nn.Module]) -> bool:
         """Load what is newer than what the models hold; whether there was anything."""
-        return self.take(lambda model_id, weights: load_weights(find(model_id), weights))
+        return bool(self._stores) and self.take(lambda model_id, weights: load_weights(find(model_id), weights))
 
     def take(self, load: Callable[[str, Values], object]) -> bool:
         """Let `load` copy what is newer than what it has got, again if it changes meanwhile; whether anything was."""

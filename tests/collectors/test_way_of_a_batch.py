@@ -8,18 +8,25 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from common import buffer
 from kinds import ASYNC_HERE, SINGLE, SYNC_HERE, Kind, Make, over
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from torch import nn
+from torch.distributions import Categorical
+
+from swath.collectors import Collector
+from swath.envs import GymEnv
 
 WAY = [
     ("delivery.py", "next"),
     ("pool.py", "issue"),
     ("pool.py", "attend"),
-    ("local.py", "wait"),
-    ("session.py", "step"),
+    ("local.py", "work"),
+    ("session.py", "perform"),
     ("worker.py", "work"),
     ("engine.py", "collect"),
     ("loop.py", "collect"),
-    ("pool.py", "_take_in"),
+    ("pool.py", "finish"),
     ("surface.py", "_deliver"),
 ]
 """(file, function) of each step that can be seen in this process."""
@@ -49,6 +56,32 @@ def test_a_batch_takes_the_steps_of_the_design_in_order(make: Make, kind: Kind) 
     for step in WAY:
         assert step in calls[place:], f"{step} is not met after {calls[place - 1] if place else 'the beginning'}"
         place = calls.index(step, place) + 1
+
+
+MANY = 130
+"""Calls of functions, for a batch of one step of one lane. They were 250."""
+
+
+def cartpole_actor() -> Any:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    kind = {"distribution_class": Categorical, "return_log_prob": True}
+    return ProbabilisticTensorDictSequential(
+        TensorDictModule(net, ["observation"], ["logits"]),
+        ProbabilisticTensorDictModule(["logits"], ["action"], **kind),
+    )
+
+
+@pytest.mark.parametrize("into", ["batch", "buffer"])
+def test_a_batch_of_one_step_takes_few_calls(into: str) -> None:
+    """What a batch costs beside its steps, in calls of functions of ours: times would depend on the machine."""
+    to = {"replay_buffer": buffer()} if into == "buffer" else {}
+    env = GymEnv("CartPole-v1", categorical_action_encoding=True)
+    with Collector(env, cartpole_actor(), frames_per_batch=1, total_frames=-1, **to) as collector:
+        stream = iter(collector)
+        for _ in range(3):
+            next(stream)
+        calls = calls_during(lambda: next(stream))
+    assert len(calls) <= MANY, f"{len(calls)} calls: {calls}"
 
 
 @pytest.mark.parametrize("step", [step for step in WAY if not step[1].startswith("_")], ids=":".join)

@@ -78,8 +78,8 @@ class Play:
                 for key in recorded:
                     columns[key][lanes, times] = outputs.flat(key)[lanes]
             seen = {key: self.seen[key] for key in self.seen if key not in columns}
-            valid = steps if isinstance(steps, int) else torch.arange(STEPS) < torch.from_numpy(steps)[:, None]
-            runner.finish({**seen, **columns}, valid)
+            valid = steps if isinstance(steps, int) else np.arange(STEPS) < steps[:, None]
+            runner.finish({key: column.numpy() for key, column in {**seen, **columns}.items()}, valid)
         return columns
 
     def _look(self, lanes: np.ndarray, times: np.ndarray, columns: dict[Key, Tensor]) -> None:

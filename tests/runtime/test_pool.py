@@ -290,6 +290,23 @@ def test_a_local_worker_may_be_asked_from_within_its_work() -> None:
     assert works[1].receipt == ("second", ["first", "question", "second", "question"])
 
 
+def test_work_that_raises_in_a_local_worker_is_over() -> None:
+    """As after Ctrl-C: whoever goes on is not made to wait for it."""
+
+    def work(link: Link, order: Order) -> Any:
+        if order.work == "end":
+            raise KeyboardInterrupt
+        return order.work
+
+    pool = pool_of(LocalCarrier(1), 1, Tasks(lambda index, replaces: Doing(work)))
+    pool.issue(lost := Work(0, "end"))
+    with pytest.raises(KeyboardInterrupt):
+        pool.attend(0.02)
+    assert lost.is_lost
+    assert pool.under_way == []
+    assert do(pool, 0, "next") == "next"
+
+
 # -- failures --------------------------------------------------------------------------------------------------------
 
 
