@@ -124,7 +124,8 @@ class LocalCarrier:
         self.is_at_work = True
         try:
             for index in self.workers:
-                if works := outstanding[index]:
+                works = outstanding[index]
+                if works and index in self._sessions:  # else a signal handler has just stopped it
                     self._work(works, works[0], lock, finish)
         finally:
             self.is_at_work = False
