@@ -72,6 +72,8 @@ class Question:
     request: object
     discards_work: bool = False
     """Whether orders that wait are forgotten before; they are not answered."""
+    asker: int = 0
+    """The thread that waits for the answer."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,17 @@ class Ended:
 News = Started | Finished | Answer | Failed | Warned | Ended
 
 # -- both sides ----------------------------------------------------------------------------------------------------
+
+
+class NotNowError(RuntimeError):
+    """Something cannot be answered just now: it is asked for again afterwards, unless that waits for the asker."""
+
+    def __init__(self, doing: str) -> None:
+        """While what is being done."""
+        super().__init__(
+            f"A collector or env was asked for something, as by a signal handler, that it cannot do while {doing}: let "
+            "the handler set a flag, and look at that afterwards."
+        )
 
 
 class Job(Protocol):
@@ -278,13 +291,13 @@ class Carrier(Protocol):
         """The indices of workers that have not ended. From any thread."""
 
     def is_stopped(self, index: int) -> bool:
-        """Whether the system has stopped the worker, as by SIGSTOP or a debugger."""
+        """Whether the system has stopped the worker, as by SIGSTOP or a debugger. From any thread."""
 
     def kill(self, index: int) -> None:
-        """End a worker at once; its end is reported as any other."""
+        """End a worker at once; its end is reported as any other. From any thread."""
 
     def pid(self, index: int) -> int:
-        """The process that the worker runs in."""
+        """The process that the worker runs in; 0 if it has none, or has just been stopped. From any thread."""
 
     def lease(self, leaves: Mapping[Key, Leaf], shape: Sequence[int], device: torch.device | None) -> Columns:
         """Memory for a batch."""
