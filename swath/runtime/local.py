@@ -17,8 +17,8 @@ import torch
 
 from swath.keys import Key
 from swath.runtime.board import Board
-from swath.runtime.carrier import Finished, Message, News, Order, Place, Subscribe, Task, Topic
-from swath.runtime.columns import Columns, Leaf
+from swath.runtime.carrier import Finished, Message, News, Order, Subscribe, Task, Topic
+from swath.runtime.columns import Columns, Leaf, Place
 from swath.runtime.session import Session
 from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore
 from swath.runtime.work import Work
