@@ -273,7 +273,7 @@ class Pool(Generic[W]):
         """Each local worker does the first piece of work that it has, in this thread."""
         for index in carrier.workers:
             works = self._outstanding[index]
-            if not works:
+            if not works or self.is_closed:  # as by a signal handler, while another worked
                 continue
             work = works[0]
             try:
