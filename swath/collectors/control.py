@@ -167,7 +167,7 @@ class Control(ABC):
         with self._at_rest():
             return {
                 **self._worker_states(),
-                "frames": self._frames,
+                "frames": self._delivery.frames,
                 "iter": self._delivery.batches,
                 "policy_version": self.policy_version,
                 "trajectories": self._episodes.state_dict(),
@@ -228,11 +228,6 @@ class Control(ABC):
             Episodes().load_state_dict(state_dict["trajectories"])
         self._ask_each({i: Call(EngineJob.check_state_dict, (state, strict)) for i, state in states.items()})
 
-    @property
-    def _frames(self) -> int:
-        """How many frames were delivered, or written to the buffer."""
-        return self._delivery.frames
-
     def stats(self, workers: str = "aggregate") -> dict[str, Any]:
         """Frames, episodes, recent returns, where the time went, and how the workers are, as a flat dict of numbers.
 
@@ -253,7 +248,7 @@ class Control(ABC):
         delivery, roster = self._delivery, self._roster
         sums: dict[str, Any] = {name: sum(row[name] for row in rows) + past for name, past in roster.past.items()}
         sums = {name: value if name.startswith("time/") else int(value) for name, value in sums.items()}
-        frames, total = self._frames, self.config.total_frames
+        frames, total = delivery.frames, self.config.total_frames
         pending = sums["pending_frames"] + self._episodes.pending_frames
         own = self._episodes.pending_frames + (sums["pending_frames"] if delivery.terms.writes else 0)
         left = own if self.closed else 0  # of episodes that nobody will get; what nodes make ahead is not ours

@@ -146,6 +146,6 @@ class Connection:
         self.channel.close()
         if self._kept is not None:
             self._kept.close()
-        if self.watched is not None:
-            os.close(self.watched)
-            self.watched = None
+        watched, self.watched = self.watched, None
+        if watched is not None:
+            os.close(watched)

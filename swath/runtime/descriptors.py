@@ -44,13 +44,17 @@ def handed_out(fds: list[int]) -> Iterator[None]:
 class Descriptor:
     """What lies behind a descriptor of the system, which it owns: `fd`, or -1. Travels through a channel."""
 
+    fd = -1
+
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
     def release(self) -> None:
-        """Close the descriptor. May be called again."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
+        """Close the descriptor. May be called again.
+
+        Also by two threads at once: the second would close what another has got under this number meanwhile.
+        """
+        if (fd := vars(self).pop("fd", -1)) >= 0:
             os.close(fd)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ import os, sys
 from swath.collectors.distributed import DistributedCollector
 from swath.testing import CountingEnv
 
-print("pid", os.getpid(), flush=True)
+os.write(1, b"pid %d\\n" % os.getpid())  # whole, also beside others
 collector = DistributedCollector(
     [lambda: CountingEnv(lengths=5)] * 2, frames_per_batch=40, total_frames=400, sync=True, launcher="torchrun"
 )
