@@ -306,8 +306,9 @@ class Barrier(Delivery):
                 return done
 
     def _collected(self, parts: list[Part]) -> list[Part]:
-        for part in parts:
-            self.pool.issue(part)
+        with self.pool.section if len(parts) > 1 else self.pool.section.lock:  # one moment for all
+            for part in parts:
+                self.pool.issue(part)
         enough = None if self._threshold is None else int(len(parts) * self._threshold)
         while not all(map(OVER, parts)):
             if enough is not None and sum(part.is_over for part in parts) >= enough:
