@@ -111,8 +111,10 @@ class LocalCarrier:
     @property
     def has_mail(self) -> bool:
         """Whether anything but orders waits to be seen to, on either side."""
-        waiting = [session.has_questions() for session in self._sessions.values()]
-        return any(waiting) or any([link.to_pool for link in self._links.values()])
+        for index, session in list(self._sessions.items()):
+            if session.has_questions() or self._links[index].to_pool:
+                return True
+        return False
 
     def let_work(
         self,
