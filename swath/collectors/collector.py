@@ -98,7 +98,10 @@ class Collector(Reflection, BaseCollector):
 
     @property
     def policy_stages(self) -> list[StageName]:
-        """The same as in all collectors, also when it is shut down."""
+        """How the policy ran in the last batch, or will run in the first: by which stages.
+
+        `MLPStage` and sampling stages are quick. Those that call a module are slower, and are shown with the reason.
+        """
         return self.engine.policy_stages
 
     def get_model(self, model_id: str) -> Any:

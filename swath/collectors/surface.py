@@ -33,7 +33,6 @@ from swath.collectors.reflection import argument
 from swath.collectors.worker import Call, EngineJob
 from swath.data import ReplayBuffer
 from swath.errors import ClosedError, EndlessError
-from swath.modules.stages import StageName
 from swath.rollout.slots import named_batch
 from swath.runtime.columns import Columns
 
@@ -115,8 +114,8 @@ class BaseCollector(Control, IterableDataset[Any]):
         if self.closed and not self._delivery.budget.is_spent:
             self._must_be_open()
         while not self.closed:
-            self._must_be_open()
-            if self._free is not None:
+            if self._free is not None or self._pool.failure is not None or os.getpid() != self._owner:
+                self._must_be_open()
                 self._must_not_run()
             self._weights.at_batch("before")
             with self._consuming:
@@ -175,21 +174,28 @@ class BaseCollector(Control, IterableDataset[Any]):
         assert count is not None
         source = self._parts()
         while True:
-            while self._episodes.ready >= count and not self.closed:  # also what an earlier loop has left
-                yield self._transform(self._episodes.take(count, form))
+            while taken := self._taken_episodes(count, form):  # also what an earlier loop has left
+                yield self._transform(taken.pop())
             if next(map(self._cut, source), None) is None:
                 break
         self._episodes.clear()
 
+    def _taken_episodes(self, count: int, form: str) -> list[TensorDictBase]:
+        """A batch of them, if there are enough."""
+        with self._cutting:
+            has_enough = self._episodes.ready >= count and not self.closed
+            return [self._episodes.take(count, form)] if has_enough else []
+
     def _cut(self, parts: list[Part]) -> bool:
         """Cut the parts of a batch into episodes: frames are copied, so that the slot may be used for the next."""
-        for part, batch in zip(parts, each_part(parts, self._delivery.terms.layout.delivered), strict=True):
-            receipt = part.collected
-            stored = self._stored(batch, part.index)
-            self._episodes.add(stored, source=part.index, begin=receipt.begin, running=receipt.running)
-        waiting = {part.index for part in self._pool.finished}
-        for worker in set(range(self.num_workers)) - set(self._pool.indices) - waiting:  # it was dropped
-            self._episodes.forget(worker)
+        with self._cutting:
+            for part, batch in zip(parts, each_part(parts, self._delivery.terms.layout.delivered), strict=True):
+                receipt = part.collected
+                stored = self._stored(batch, part.index)
+                self._episodes.add(stored, source=part.index, begin=receipt.begin, running=receipt.running)
+            waiting = {part.index for part in list(self._pool.finished)}
+            for worker in set(range(self.num_workers)) - set(self._pool.indices) - waiting:  # it was dropped
+                self._episodes.forget(worker)
         return True
 
     def _end(self) -> None:
@@ -257,14 +263,6 @@ class BaseCollector(Control, IterableDataset[Any]):
     def replay_buffer(self) -> Any:
         """The buffer that is written to, if there is one."""
         return self.config.replay_buffer
-
-    @property
-    def policy_stages(self) -> list[StageName]:
-        """How the policy ran in the last batch, or will run in the first: by which stages, in worker 0.
-
-        `MLPStage` and sampling stages are quick. Those that call a module are slower, and are shown with the reason.
-        """
-        return self._first(Call(EngineJob.tell_stages), "policy_stages")  # type: ignore[no-any-return]
 
     # -- in the background -------------------------------------------------------------------------------------
 

@@ -40,8 +40,8 @@ Operation = Callable[[], object]
 class Fetched(Protocol):
     """A private copy of something that may change between two slots."""
 
-    def fetch(self) -> None:
-        """Take it as it is now."""
+    def fetch(self, is_live: bool) -> None:
+        """Take it as it is now; what `is_live` need not."""
 
 
 MAX_MULTIPLICATIONS = 2_000_000
@@ -135,24 +135,27 @@ class Layer:
         self.activations: list[InPlace] = []
         self.out = np.empty((lanes, outputs), weight.dtype)
 
-    def fetch(self) -> None:
+    def fetch(self, is_live: bool) -> None:
         """Take the parameters as they are now. A bias is spread over the lanes: adding is then half the price."""
-        self._weight[:] = self._now[0].T
+        if is_live and len(self.out) == 1:
+            return  # nothing has to be spread
+        if not is_live:
+            self._weight[:] = self._now[0].T
         if self._bias is not None:
             self._bias[:] = self._now[1]
 
-    def operations(self, x: np.ndarray, out: np.ndarray, is_live: bool = False) -> list[Operation]:
+    def operations(self, x: np.ndarray, out: np.ndarray, is_live: bool) -> list[Operation]:
         """What turns `x` `[n, in]` into `out` `[n, out]`; see NOTE [BLAS threads].
 
-        If it `is_live`, for one lane, with the parameters as they are at every call, and not with what was fetched.
+        If it `is_live`, with the weight (and for one lane the bias) as it is when it runs, and not as it was fetched.
         """
         weight = self._now[0].T if is_live else self._weight
         operations: list[Operation] = [partial(x.dot, weight, out)]
         if len(self._blocks) > 1:
             operations = [partial(np.matmul, x, weight[:, block], out[:, block]) for block in self._blocks]
         if self._bias is not None:
-            bias = self._now[1][None] if is_live else self._bias[: len(out)]
-            operations.append(partial(np.add, out, bias, out))
+            is_one = is_live and len(self.out) == 1
+            operations.append(partial(np.add, out, self._now[1][None] if is_one else self._bias[: len(out)], out))
         return [*operations, *(partial(activation, out) for activation in self.activations)]
 
 
@@ -163,7 +166,7 @@ class Norm:
         self._norm = norm
         self._weight, self._bias = np.ones_like(like), np.zeros_like(like)
 
-    def fetch(self) -> None:
+    def fetch(self, is_live: bool) -> None:
         """Take the parameters as they are now."""
         if self._norm.weight is not None:
             self._weight[:] = self._norm.weight.detach().numpy()
@@ -188,7 +191,7 @@ class _NormalHead:
         self._shift, self._least, self._floor = (np.empty_like(scale) for _ in range(3))
         self._zero = np.zeros_like(scale)
 
-    def fetch(self) -> None:
+    def fetch(self, is_live: bool) -> None:
         """Take the settings as they are now."""
         mapping = self._extractor.scale_mapping
         self._shift[:] = float(mapping.bias)
@@ -218,21 +221,25 @@ class ArrayStage(Stage):
     def __init__(self, sources: Arrays, targets: Arrays, fetched: Sequence[Fetched]) -> None:
         """Read `sources` and write `targets`, both `[N, ...]`; `fetched` are copies of what may change."""
         self._sources, self._targets, self._fetched = list(sources), list(targets), list(fetched)
-        self._operations = self._bind(self._sources, self._targets)
+        self._is_live = False
+        """Whether weights are used where they lie: to copy them takes longer than to multiply by them once."""
+        self._bound = {is_live: self._bind(self._sources, self._targets, is_live) for is_live in (False, True)}
         self._some = [np.empty_like(array) for array in (*sources, *targets)]
         """Where the rows of some lanes are gathered before they are run."""
-        self._operations_on: dict[int, list[Operation]] = {}
-        self._operations_first: dict[int, list[Operation]] = {}
+        self._bound_on: dict[tuple[int, bool], list[Operation]] = {}
+        self._bound_first: dict[tuple[int, bool], list[Operation]] = {}
         self.begin(0, None)
 
-    def _bind(self, sources: list[np.ndarray], targets: list[np.ndarray]) -> list[Operation]:
+    def _bind(self, sources: list[np.ndarray], targets: list[np.ndarray], is_live: bool) -> list[Operation]:
         """The forward pass from `sources` to `targets`, for as many lanes as these have."""
         raise NotImplementedError
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Fetch the parameters."""
+        self._is_live = steps == 1  # which has them from one moment in any case
+        self._operations = self._bound[self._is_live]
         for one in self._fetched:
-            one.fetch()
+            one.fetch(self._is_live)
 
     def run(self, t: int) -> None:
         """The forward pass."""
@@ -242,23 +249,24 @@ class ArrayStage(Stage):
     def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
         """The forward pass for some lanes."""
         n, count = len(lanes), len(self._sources)
-        some = [array[:n] for array in self._some]
-        if n not in self._operations_on:
-            self._operations_on[n] = self._bind(some[:count], some[count:])
+        some, form = [array[:n] for array in self._some], (n, self._is_live)
+        if form not in self._bound_on:
+            self._bound_on[form] = self._bind(some[:count], some[count:], self._is_live)
         rows = rows_of(lanes)
         for given, source in zip(some, self._sources, strict=False):
             given[:] = source[rows]
-        for operation in self._operations_on[n]:
+        for operation in self._bound_on[form]:
             operation()
         for target, result in zip(self._targets, some[count:], strict=True):
             target[rows] = result
 
     def run_first(self, count: int, t: int) -> None:
         """The forward pass for the first lanes, where they lie."""
-        if count not in self._operations_first:
-            first = ([array[:count] for array in arrays] for arrays in (self._sources, self._targets))
-            self._operations_first[count] = self._bind(*first)
-        for operation in self._operations_first[count]:
+        form = (count, self._is_live)
+        if form not in self._bound_first:
+            sources, targets = ([array[:count] for array in arrays] for arrays in (self._sources, self._targets))
+            self._bound_first[form] = self._bind(sources, targets, self._is_live)
+        for operation in self._bound_first[form]:
             operation()
 
 
@@ -279,25 +287,10 @@ class MLPStage(ArrayStage):
                 self._layers[-1].activations.append(norms[-1])
         last = layers[-1]
         self._head = _NormalHead(last, targets[1]) if isinstance(last, NormalParamExtractor) else None
-        self._others = [*norms, *(() if self._head is None else (self._head,))]
-        self._live: list[Operation] | None = None
-        """The same on live parameters: a slot of one step sees one set of them in any case, and need not fetch it."""
-        super().__init__([source], targets, [*self._layers, *self._others])
-        self._fixed = self._operations
-        if len(source) == 1:
-            self._live = self._bind([source], list(targets), is_live=True)
+        heads = () if self._head is None else (self._head,)
+        super().__init__([source], targets, [*self._layers, *norms, *heads])
 
-    def begin(self, steps: int, generator: torch.Generator | None) -> None:
-        """Fetch the parameters, where they are not used as they are."""
-        if self._live is None or steps != 1:
-            super().begin(steps, generator)
-            self._operations = self._operations if self._live is None else self._fixed
-            return
-        self._operations = self._live
-        for one in self._others:
-            one.fetch()
-
-    def _bind(self, sources: list[np.ndarray], targets: list[np.ndarray], is_live: bool = False) -> list[Operation]:
+    def _bind(self, sources: list[np.ndarray], targets: list[np.ndarray], is_live: bool) -> list[Operation]:
         """The forward pass; the last layer writes straight into its target."""
         (x,), operations = sources, list[Operation]()
         for layer in self._layers:

@@ -66,7 +66,7 @@ class _Parameter:
         self._owner, self._name = owner, name
         self.array = value.detach().numpy().copy()
 
-    def fetch(self) -> None:
+    def fetch(self, is_live: bool) -> None:
         """Take it as it is now."""
         self.array[...] = getattr(self._owner, self._name).detach().numpy()
 
@@ -172,7 +172,7 @@ def _linear(tape: _Tape, result: Tensor, x: Tensor, weight: Tensor, bias: Tensor
     tape.multiplications += weight.numel()
     if tape.lanes * weight.shape[1] > MAX_IN_THREAD:
         raise _UnknownError("more than is computed without threads")
-    return _Node([tape.node_of(x)], bind=layer.operations, buffer=layer.out)
+    return _Node([tape.node_of(x)], bind=partial(layer.operations, is_live=False), buffer=layer.out)
 
 
 def _layer_norm(
@@ -311,7 +311,11 @@ class TracedStage(ArrayStage):
         self._tape, self._inputs, self._results = tape, inputs, results
         super().__init__(sources, targets, tape.fetched)
 
-    def _bind(self, sources: list[np.ndarray], targets: list[np.ndarray]) -> list[Operation]:
+    def begin(self, steps: int, generator: torch.Generator | None) -> None:
+        """Fetch the parameters, always: none are used where they lie."""
+        super().begin(0, generator)
+
+    def _bind(self, sources: list[np.ndarray], targets: list[np.ndarray], is_live: bool) -> list[Operation]:
         """The calls; what is a result is written straight into its target, where it is one alone."""
         values: dict[Any, np.ndarray] = dict(zip(self._inputs, sources, strict=True))
         final = {
