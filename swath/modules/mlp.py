@@ -47,9 +47,9 @@ class Fetched(Protocol):
 MAX_MULTIPLICATIONS = 2_000_000
 """Per step, over all lanes. Beyond this, the arithmetic outweighs the dispatcher and torch's threads pay."""
 
-MAX_IF_SMOOTH = 5_000_000
-"""The same for networks of tanh, for which numpy takes a third of torch's time: 1,024 lanes of a small network are
-quicker here (200 us against 570 with one thread, and still less than with two)."""
+MANY_LANES, MAX_FOR_MANY = 256, 5_000_000
+"""The same for many lanes of a network of tanh, for which numpy takes a third of torch's time: 1,024 lanes of a small
+one are quicker here (200 us against 570 with one thread, and still less than with two)."""
 
 MAX_IN_THREAD = 262_144
 """OpenBLAS's own limit, for all kinds of processors: 65,536 times its GEMM_MULTITHREAD_THRESHOLD, which is 4.
@@ -314,7 +314,7 @@ def mlp_stage(module: nn.Module, source: np.ndarray, outputs: Rows, out_keys: Se
     if not all(fits_array(weight, source) for layer in layers for weight in layer.parameters()):
         return None
     is_smooth = nn.Tanh in map(type, layers) and not {nn.ReLU, nn.LeakyReLU} & set(map(type, layers))
-    most = MAX_IF_SMOOTH if is_smooth else MAX_MULTIPLICATIONS
+    most = MAX_FOR_MANY if is_smooth and len(source) >= MANY_LANES else MAX_MULTIPLICATIONS
     if len(source) * sum(linear.weight.numel() for linear in linears) > most:
         return None
     if len(source) * max((linear.weight.shape[1] for linear in linears), default=0) > MAX_IN_THREAD:

@@ -115,6 +115,17 @@ def test_a_large_network_is_left_to_torch() -> None:
     assert zoo.stages_of(collector) == ("TorchStage", "CategoricalStage")
 
 
+@pytest.mark.parametrize(("activation", "stage"), [(nn.Tanh, "MLPStage"), (nn.ReLU, "TorchStage")])
+def test_many_lanes_run_where_that_is_quicker(activation: Any, stage: str) -> None:
+    net = nn.Sequential(
+        nn.Linear(zoo.SIZE, 64), activation(), nn.Linear(64, 64), activation(), nn.Linear(64, zoo.CHOICES)
+    )
+    env = zoo.WaveEnv(lengths=[5] * 1024)
+    collector = Collector(env, zoo.discrete(net=net), frames_per_batch=2048)
+    assert zoo.stages_of(collector) == (stage, "CategoricalStage")
+    zoo.assert_agrees(collector.policy, collector.next())
+
+
 def test_large_weights_do_not_lose_the_fast_path() -> None:
     net = zoo.mlp(3, nn.ReLU())
     with torch.no_grad():
