@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LONGEST = 450
-SIZES = {"swath": 32_100, "tests": 38_700}
+SIZES = {"swath": 33_000, "tests": 38_700}
 """Lines in all: what there is now. They go up only with something new for users, and by no more than that takes."""
 SAME_NAMES = {
     "__init__.py": "packages",
@@ -26,8 +26,9 @@ THIRD_PARTY = {
     "os": "_exit",
     "subprocess": "_args_from_interpreter_flags",
     "sys": "_current_frames",
-    "tensordict": "_generator _generator_key _kwargs _new_unsafe",
+    "tensordict": "_generator _generator_key _interaction_type _kwargs _mode _new_unsafe",
     "threading.RLock": "_is_owned",
+    "torch": "_C _set_grad_enabled",
     "torch.distributed": "_Options _devices _timeout",
     "torch.distributed.autograd": "_init",
     "torch.distributed.rpc": (

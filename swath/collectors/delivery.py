@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 from swath.collectors.config import CommonConfig
 from swath.collectors.worker import BatchLayout, Collect, Fill
@@ -25,6 +26,7 @@ from swath.runtime.work import Work
 from swath.weights import Publisher
 
 BY_POLICY, AT_RANDOM = Collect(False), Collect(True)
+OVER, GIVEN_UP = attrgetter("is_over"), attrgetter("is_given_up")
 BULK_FRAMES = 1000
 """So many frames are ordered in bulk, or one batch if that is more."""
 
@@ -289,8 +291,11 @@ class Barrier(Delivery):
             arena = self._arena(("all", len(shares)), (len(shares), *own))
             slot = arena.acquire(next(iter(shares.values())))
             return [self._part(i, n, random, arena, slot, row) for row, (i, n) in enumerate(shares.items())]
-        arenas = {index: self._arena(index, own) for index in shares}
-        return [self._part(i, n, random, arenas[i], arenas[i].acquire(n)) for i, n in shares.items()]
+        parts = []
+        for index, steps in shares.items():
+            arena = self._arena(index, own)
+            parts.append(self._part(index, steps, random, arena, arena.acquire(steps)))
+        return parts
 
     def _await(self, lay_out: Callable[[dict[int, int]], list[Part]]) -> list[Part]:
         """Have the parts collected, by those workers that are there; again, if another thread has made them void."""
@@ -301,7 +306,7 @@ class Barrier(Delivery):
             done = self._collected(parts)
             if self.pool.finished:  # of one that was interrupted
                 self._void([part for part in list(self.pool.finished) if self.pool.take(part)])
-            if not any([part.is_given_up for part in parts]):
+            if not any(map(GIVEN_UP, parts)):
                 self._count(done)
                 return done
             self._void(done)
@@ -313,7 +318,7 @@ class Barrier(Delivery):
             for part in parts:
                 self.pool.issue(part)
         enough = None if self._threshold is None else int(len(parts) * self._threshold)
-        while not all([part.is_over for part in parts]):
+        while not all(map(OVER, parts)):
             if enough is not None and sum(part.is_over for part in parts) >= enough:
                 for part in parts:
                     self.pool.carrier.interrupt(part.index, part.ticket)

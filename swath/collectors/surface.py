@@ -114,8 +114,8 @@ class BaseCollector(Control, IterableDataset[Any]):
         if self.closed and not self._delivery.budget.is_spent:
             self._must_be_open()
         while not self.closed:
-            self._must_be_open()
-            if self._free is not None:
+            if self._free is not None or self._pool.failure is not None or os.getpid() != self._owner:
+                self._must_be_open()
                 self._must_not_run()
             self._weights.at_batch("before")
             with self._consuming:

@@ -52,6 +52,7 @@ class WeightsControl:
         self._is_published = interval is not None or not isinstance(given_policy, nn.Module)
         """Whether somebody sees to it that workers get new weights, or there are none."""
         self._changes, self._last_change = -1, -1
+        self._watched: list[nn.Parameter] | None = None
 
     @property
     def version(self) -> int:
@@ -90,7 +91,9 @@ class WeightsControl:
         """Warn once if the policy is being trained, over several batches, and none of it is published."""
         if self._is_published or not self._acts_with_copy:
             return
-        change = sum(p._version for p in self._given.parameters() if not p.is_inference())
+        if self._watched is None:  # found once: to walk through a policy takes longer than all else here
+            self._watched = [weight for weight in self._given.parameters() if not weight.is_inference()]
+        change = sum([weight._version for weight in self._watched])
         if change != self._last_change:  # torch counts what is done to a tensor in place, as by an optimizer
             self._last_change, self._changes = change, self._changes + 1
         if self._changes >= SEVERAL:

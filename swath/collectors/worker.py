@@ -273,7 +273,8 @@ class EngineJob(Reflection):
                 receipt = self._fill(steps, batch)
             case _:
                 raise TypeError(f"A worker cannot understand {order.work!r}.")
-        self._report()
+        if not self._link.is_local:  # there, numbers are computed when they are looked at
+            self._report()
         return receipt
 
     def _collect(self, order: Order, random: bool) -> Receipt:
@@ -302,7 +303,8 @@ class EngineJob(Reflection):
             steps -= receipts[-1].steps
             if not steps or self._watch.is_wanted() or receipts[-1].steps < wanted:
                 break
-            self._report()
+            if not self._link.is_local:
+                self._report()
         return receipts[0] if len(receipts) == 1 else Receipt.over(receipts)
 
     def answer(self, request: object) -> object:

@@ -13,9 +13,31 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
+from tensordict.nn import probabilistic
+
 from swath.envs.utils import ExplorationType, exploration_type, set_exploration_type
 
+_of_all: Any = getattr(probabilistic, "_interaction_type", None)
+"""Where tensordict keeps the type of the process."""
 _of_this_thread: ContextVar[ExplorationType | None] = ContextVar("swath_exploration", default=None)
+
+
+class Exploring:
+    """tensordict's `set_interaction_type` in a tenth of its calls; it may be entered again once it was left."""
+
+    def __init__(self, kind: ExplorationType) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        self._before, _of_all._mode = _of_all._mode, self._kind
+
+    def __exit__(self, *exc: object) -> None:
+        _of_all._mode = self._before
+
+
+def exploring(kind: ExplorationType) -> AbstractContextManager[Any]:
+    """A context in which all policies of this process explore like `kind`."""
+    return Exploring(kind) if hasattr(_of_all, "_mode") else set_exploration_type(kind)
 
 
 class ExploringHere:

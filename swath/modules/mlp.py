@@ -122,24 +122,27 @@ class _Layer:
         self.activations: list[InPlace] = []
         self.out = np.empty((lanes, outputs), weight.dtype)
 
-    def fetch(self) -> None:
+    def fetch(self, is_live: bool) -> None:
         """Take the parameters as they are now. A bias is spread over the lanes: adding is then half the price."""
-        self._weight[:] = self._now[0].T
+        if is_live and len(self.out) == 1:
+            return  # nothing has to be spread
+        if not is_live:
+            self._weight[:] = self._now[0].T
         if self._bias is not None:
             self._bias[:] = self._now[1]
 
-    def operations(self, x: np.ndarray, out: np.ndarray, is_live: bool = False) -> list[Operation]:
+    def operations(self, x: np.ndarray, out: np.ndarray, is_live: bool) -> list[Operation]:
         """What turns `x` `[n, in]` into `out` `[n, out]`; see NOTE [BLAS threads].
 
-        If it `is_live`, for one lane, with the parameters as they are at every call, and not with what was fetched.
+        If it `is_live`, with the weight (and for one lane the bias) as it is when it runs, and not as it was fetched.
         """
         weight = self._now[0].T if is_live else self._weight
         operations: list[Operation] = [partial(x.dot, weight, out)]
         if len(self._blocks) > 1:
             operations = [partial(np.matmul, x, weight[:, block], out[:, block]) for block in self._blocks]
         if self._bias is not None:
-            bias = self._now[1][None] if is_live else self._bias[: len(out)]
-            operations.append(partial(np.add, out, bias, out))
+            is_one = is_live and len(self.out) == 1
+            operations.append(partial(np.add, out, self._now[1][None] if is_one else self._bias[: len(out)], out))
         return [*operations, *(partial(activation, out) for activation in self.activations)]
 
 
@@ -218,17 +221,16 @@ class MLPStage(Stage):
                 self._layers[-1].activations.append(self._norms[-1])
         last = layers[-1]
         self._head = _NormalHead(last, self._targets[1]) if isinstance(last, NormalParamExtractor) else None
-        self._fetched = self._bind(source, self._targets)
-        self._live = self._bind(source, self._targets, is_live=True) if len(source) == 1 else None
-        """The same on live parameters: a slot of one step sees one set of them in any case, and need not fetch it."""
-        self._operations = self._fetched
+        self._is_live = False
+        """Whether weights are used where they lie: to copy them takes longer than to multiply by them once."""
+        self._bound = {is_live: self._bind(source, self._targets, is_live) for is_live in (False, True)}
         self._some = [np.empty_like(array) for array in (source, *self._targets)]
         """Where the rows of some lanes are gathered before they are run."""
-        self._operations_on: dict[int, list[Operation]] = {}
-        self._operations_first: dict[int, list[Operation]] = {}
+        self._bound_on: dict[tuple[int, bool], list[Operation]] = {}
+        self._bound_first: dict[tuple[int, bool], list[Operation]] = {}
         self.begin(0, None)
 
-    def _bind(self, x: np.ndarray, targets: list[np.ndarray], is_live: bool = False) -> list[Operation]:
+    def _bind(self, x: np.ndarray, targets: list[np.ndarray], is_live: bool) -> list[Operation]:
         """The forward pass from `x` to `targets`; the last layer writes straight into its target."""
         operations: list[Operation] = []
         for layer in self._layers:
@@ -240,10 +242,10 @@ class MLPStage(Stage):
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Fetch the parameters."""
-        is_live = steps == 1 and self._live is not None
-        self._operations = self._live if is_live and self._live is not None else self._fetched
-        for layer in () if is_live else self._layers:
-            layer.fetch()
+        self._is_live = steps == 1  # which has them from one moment in any case
+        self._operations = self._bound[self._is_live]
+        for layer in self._layers:
+            layer.fetch(self._is_live)
         for norm in self._norms:
             norm.fetch()
         if self._head is not None:
@@ -258,20 +260,23 @@ class MLPStage(Stage):
         """The forward pass for some lanes."""
         n = len(lanes)
         source, *targets = (array[:n] for array in self._some)
-        if n not in self._operations_on:
-            self._operations_on[n] = self._bind(source, targets)
+        form = (n, self._is_live)
+        if form not in self._bound_on:
+            self._bound_on[form] = self._bind(source, targets, self._is_live)
         rows = rows_of(lanes)
         source[:] = self._source[rows]
-        for operation in self._operations_on[n]:
+        for operation in self._bound_on[form]:
             operation()
         for target, result in zip(self._targets, targets, strict=True):
             target[rows] = result
 
     def run_first(self, count: int, t: int) -> None:
         """The forward pass for the first lanes, where they lie."""
-        if count not in self._operations_first:
-            self._operations_first[count] = self._bind(self._source[:count], [array[:count] for array in self._targets])
-        for operation in self._operations_first[count]:
+        form = (count, self._is_live)
+        if form not in self._bound_first:
+            targets = [array[:count] for array in self._targets]
+            self._bound_first[form] = self._bind(self._source[:count], targets, self._is_live)
+        for operation in self._bound_first[form]:
             operation()
 
 

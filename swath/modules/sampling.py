@@ -119,6 +119,8 @@ class CategoricalStage(SamplingStage):
         """Sample from logits; tensordict's one-hot, if greedy, sets all of the largest, and not the first alone."""
         super().__init__(module, family, rows, greedy)
         self._ties = greedy and family.ties
+        self._firsts = np.empty(0, np.int64)
+        """Where the logits of each frame of a slot begin."""
         self._shape = self._params[0].shape
         self._one_hot = np.eye(self._shape[-1], dtype=self._action.dtype) if self._action.ndim == 2 else None
 
@@ -134,9 +136,9 @@ class CategoricalStage(SamplingStage):
         if not self._greedy:
             if self._noise is None or len(self._noise) != steps:
                 self._drawn = torch.empty(steps, *self._shape, dtype=torch.float32, device="cpu")
-                self._noise = self._drawn.numpy()
+                self._noise, self._least = self._drawn.numpy(), np.full(self._shape[-1], TINY)
             self._drawn.exponential_(generator=generator)
-            np.maximum(self._noise, TINY, out=self._noise)  # or the logarithm of zero would be warned of
+            np.maximum(self._noise, self._least, out=self._noise)  # or the logarithm of zero would be warned of
             np.log(self._noise, self._noise)
 
     def _act(self, params: list[np.ndarray], noise: np.ndarray | None, action: np.ndarray) -> None:
@@ -159,15 +161,17 @@ class CategoricalStage(SamplingStage):
             choice = choice.argmax(-1)
         if logits.size <= FEW and logits.ndim == 3:
             return [list(map(self._judge_one, *lane)) for lane in zip(logits.tolist(), choice.tolist(), strict=True)]
-        top = logits.max(-1)
+        # Reductions by their ufuncs: the methods of arrays take a detour by way of Python.
+        top = np.maximum.reduce(logits, -1)
         # Of a row without any finite logit, or with an infinite one, there are no probabilities either.
         _must_hold(np.isfinite(top), self._keys[0], "Categorical")
         if self._log_prob is None:
             return None
-        flat = logits.reshape(-1, logits.shape[-1])
-        picked = flat[np.arange(len(flat)), choice.reshape(-1)].reshape(top.shape)
-        total = np.log(np.exp(logits - top[..., None]).sum(-1))
-        scores: np.ndarray = picked - top - total
+        if len(self._firsts) != top.size:
+            self._firsts = np.arange(top.size) * logits.shape[-1]
+        shifted = logits - top[..., None]
+        scores: np.ndarray = shifted.reshape(-1).take(choice.reshape(-1) + self._firsts).reshape(top.shape)
+        scores -= np.log(np.add.reduce(np.exp(shifted, shifted), -1))
         return scores
 
     def _judge_one(self, logits: list[float], choice: int) -> float:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from tensordict.nn import InteractionType, set_interaction_type
+from tensordict.nn import InteractionType
 
+from swath.entries import NoGrad
 from swath.envs.base import FLAG, EnvBase
 from swath.envs.rows import Leaf, Rows
 from swath.errors import NotANumberWarning
@@ -36,7 +37,7 @@ from swath.keys import (
     after,
     is_private,
 )
-from swath.modules.exploration import ExploringHere
+from swath.modules.exploration import ExploringHere, exploring
 from swath.modules.policy import PolicyRunner
 from swath.rollout.lanes import Lanes
 from swath.rollout.randomness import Randomness
@@ -122,8 +123,8 @@ class RolloutLoop:
         self.was_stopped = False
         """Whether the interruptor has ended the last slot."""
         kind = settings.exploration
-        self._explores = nullcontext() if kind is None else set_interaction_type(kind)
-        self._no_grad = torch.no_grad()
+        self._explores: AbstractContextManager[Any] = nullcontext() if kind is None else exploring(kind)
+        self._no_grad = NoGrad()
         self.randomness = Randomness(settings.policy_device)
         self.lanes = Lanes(env, limit=settings.max_frames_per_traj, worker=settings.worker)
         with self._explores:

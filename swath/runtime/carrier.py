@@ -27,7 +27,7 @@ import cloudpickle
 import torch
 
 from swath.keys import Key
-from swath.runtime.columns import Columns, Leaf
+from swath.runtime.columns import Columns, Leaf, Place
 from swath.runtime.faults import Failure
 from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore
 
@@ -35,21 +35,6 @@ EVERYTHING = 2**62
 """A ticket above all others: interrupts whatever is being done."""
 Topic = tuple[str, int | None]
 """What snapshots are of: a model, and the worker that they are for if it is one alone."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """A worker's part of leased memory: so many rows from `first_row` on.
-
-    On its way to another process the memory has a number, and comes along only the first time.
-    """
-
-    memory: Columns | None
-    first_row: int
-    rows: int
-    number: int = 0
-    forget: tuple[int, ...] = ()
-    """Numbers of memory that is no longer used."""
 
 
 # -- to a worker ---------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ import torch
 
 from swath.keys import Key
 from swath.runtime.board import Board
-from swath.runtime.carrier import Finished, Message, News, Order, Place, Subscribe, Task, Topic
-from swath.runtime.columns import Columns, Leaf
+from swath.runtime.carrier import Finished, Message, News, Order, Subscribe, Task, Topic
+from swath.runtime.columns import Columns, Leaf, Place
 from swath.runtime.session import Session
 from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore
 from swath.runtime.work import Work
@@ -111,8 +111,10 @@ class LocalCarrier:
     @property
     def has_mail(self) -> bool:
         """Whether anything but orders waits to be seen to, on either side."""
-        waiting = [session.has_questions() for session in self._sessions.values()]
-        return any(waiting) or any([link.to_pool for link in self._links.values()])
+        for index, session in list(self._sessions.items()):
+            if session.has_questions() or self._links[index].to_pool:
+                return True
+        return False
 
     def let_work(
         self,

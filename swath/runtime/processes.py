@@ -20,9 +20,9 @@ import torch
 from swath.errors import ChannelClosedError
 from swath.keys import Key
 from swath.runtime.board import Board
-from swath.runtime.carrier import Ended, Finished, Message, News, Order, Place, Stop, Subscribe, Task, Topic
+from swath.runtime.carrier import Ended, Finished, Message, News, Order, Stop, Subscribe, Task, Topic
 from swath.runtime.channel import Channel
-from swath.runtime.columns import Columns, Leaf
+from swath.runtime.columns import Columns, Leaf, Place
 from swath.runtime.interrupts import Section
 from swath.runtime.process import START_S, Process, end_all, start
 from swath.runtime.session import Session

@@ -18,8 +18,8 @@ import torch
 
 from swath.keys import Key
 from swath.runtime import carrier as protocol
-from swath.runtime.carrier import Answer, Carrier, Ended, Failed, Finished, News, Order, Place, Started, Topic
-from swath.runtime.columns import Leaf
+from swath.runtime.carrier import Answer, Carrier, Ended, Failed, Finished, News, Order, Started, Topic
+from swath.runtime.columns import Leaf, Place
 from swath.runtime.faults import Failure
 from swath.runtime.snapshots import SnapshotContents
 from swath.testing.trial_worker import Trial, TrialTask

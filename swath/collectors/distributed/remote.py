@@ -37,8 +37,8 @@ from swath.collectors.distributed.wire import (
 from swath.errors import ChannelClosedError
 from swath.keys import Key
 from swath.runtime.board import Board
-from swath.runtime.carrier import EVERYTHING, Ended, Failed, Finished, Message, News, Order, Place, Stop, Task, Topic
-from swath.runtime.columns import Columns, Leaf, nbytes
+from swath.runtime.carrier import EVERYTHING, Ended, Failed, Finished, Message, News, Order, Stop, Task, Topic
+from swath.runtime.columns import Columns, Leaf, Place, nbytes
 from swath.runtime.faults import Failure
 from swath.runtime.memory import PrivateBlock
 from swath.runtime.processes import LAST_WORDS_S, SHUTDOWN_S
