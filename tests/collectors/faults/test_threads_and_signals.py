@@ -134,6 +134,29 @@ def test_whole_episodes_may_be_given_up_and_saved_by_threads(kind: Kind, make: M
 
 
 @over(SPREAD)
+def test_a_new_seed_for_the_last_frames_ends_the_loop(kind: Kind, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written all the same counts, so that nothing is left to be waited for."""
+
+    class Slow(CountingEnv):
+        def step_into(self, action: Any, out: Any) -> bool:
+            time.sleep(0.02)
+            return super().step_into(action, out)
+
+    collector = make(lambda: Slow(()), replay_buffer=buffer(), batches=1)
+    attend = collector._pool.attend
+
+    def attend_and_seed(*given: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        collector.set_seed(3)
+        attend(*given, **options)
+
+    monkeypatch.setattr(collector._pool, "attend", attend_and_seed)
+    with within(WAIT_S):
+        list(collector)
+    assert len(collector.replay_buffer) == collector.stats()["frames"] >= collector.config.total_frames
+
+
+@over(SPREAD)
 def test_a_state_between_two_batches_counts_what_is_in_the_buffer(kind: Kind, make: Make) -> None:
     class Slow(CountingEnv):
         def _step(self, tensordict: Any) -> Any:
