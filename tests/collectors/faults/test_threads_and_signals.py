@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import STEP, WAIT_S, buffer, net, until
+from common import STEP, WAIT_S, buffer, net, steps_of, until
 from fault_tools import LONG, within
 from interrupting import Tick, at_every_instruction, at_instruction, handled, raise_tick
 from kinds import ALL, AS_READY, ASYNC, FREE, HERE, SINGLE, SPREAD, STARTED, SYNC, SYNC_HERE, Kind, Make, over
@@ -147,6 +147,7 @@ def test_a_new_seed_for_the_last_frames_ends_the_loop(kind: Kind, make: Make, mo
 
     def attend_and_seed(*given: Any, **options: Any) -> None:
         monkeypatch.undo()
+        until(lambda: steps_of(collector, 0))
         collector.set_seed(3)
         attend(*given, **options)
 
