@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -346,6 +347,20 @@ def test_who_keeps_others_from_writing_to_the_buffer_is_not_kept_waiting(kind: K
     assert collector.state_dict()["frames"] > 10
     with collector.pause(), kept.episodes():
         CALLS["state"](collector)
+
+
+@over((SINGLE, STARTED))
+def test_a_handler_within_a_draw_does_not_wait_for_a_thread_that_saves(kind: Kind, make: Make, tmp_path: Path) -> None:
+    collector = make(policy=net(), replay_buffer=buffer(), **ENDLESS)
+    kept = collector.replay_buffer
+    collector.start()
+    until(lambda: len(kept) > 10)
+    with ThreadPoolExecutor(1) as pool, within(10.0):
+        with kept._drawer.lock:  # as in the middle of sample()
+            saving = pool.submit(kept.dumps, tmp_path)
+            wait([saving], timeout=0.2)
+            CALLS["state"](collector)
+        saving.result(WAIT_S)
 
 
 @over((SINGLE, SYNC_HERE, SYNC, ASYNC))
