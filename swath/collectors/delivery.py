@@ -358,7 +358,7 @@ class FirstCome(Delivery):
         if self.pool.unclaimed:
             self._void()
         self._begin_more(ahead=1)
-        return self._next()
+        return self._next() or None
 
     def rollout(self) -> list[Part]:
         """The same in a slot; where nothing is under way, a worker is asked for one."""
@@ -369,7 +369,7 @@ class FirstCome(Delivery):
         if not self.pool.under_way and not self.pool.finished:
             index = min(self.pool.indices, key=self.pool.last_ticket.__getitem__)
             self.pool.issue(self._in_slot(index, self.terms.steps[index], self.budget.spent))
-        return self._next()
+        return self._next() or self.rollout()  # if it was discarded
 
     def _bulk(self) -> int:
         """How many steps to order at a time, to spare messages; fewer towards the end, so that all have work."""
@@ -380,10 +380,13 @@ class FirstCome(Delivery):
         return frames // self.terms.lanes
 
     def _next(self) -> list[Part]:
+        """The part that is due; none if all that was left to collect has been discarded, and counts."""
         while (part := self._taken()) is None:
             self.pool.attend(LOOK_S)
             if not self.budget.is_spent:
                 self._begin_more(ahead=1)
+            elif not self.pool.under_way and not self.pool.finished:
+                return []
         self.lag = self.terms.version() - part.collected.version
         self.worst_lag = max(self.worst_lag, self.lag)
         if not self.budget.is_spent:

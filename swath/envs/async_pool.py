@@ -361,7 +361,7 @@ class AsyncEnvPool(AsyncCalls):
             self._copy(out, self._rows)
             left = self._eager.hand_out(lanes, self._rows)
             if left:
-                envs = sorted({lane // self.lanes_per_env for lane in left})
+                envs = sorted({lane // self.lanes_per_env for lane in left} - {*self._workers.dropped})
                 self._marks[self.lanes_of(envs)] = False
                 self._marks[list(left)] = True
                 with undisturbed:  # or those would be waited for that were never told

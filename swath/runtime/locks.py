@@ -62,6 +62,8 @@ class ProcessLock:
         except BaseException:  # also an interrupt
             undisturbed.__exit__()
             raise
+        if time.monotonic() > deadline - timeout_s + LOOK_S:  # it was waited for
+            undisturbed.renew()
         self._depth += 1
 
     def _await_threads(self, deadline: float, timeout_s: float) -> None:

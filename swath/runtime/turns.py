@@ -40,8 +40,9 @@ class Turns:
             if is_first:
                 with self._lock:
                     self._attendant = 0
-                    while self._waiting:
-                        self._waiting.popleft().release()
+                    waiting, self._waiting = self._waiting, deque()  # a signal handler may come in between
+                    for one in waiting:
+                        one.release()
 
     @property
     def is_mine(self) -> bool:

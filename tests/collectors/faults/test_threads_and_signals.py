@@ -10,13 +10,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from common import STEP, WAIT_S, buffer, net, until
+from common import STEP, WAIT_S, buffer, net, steps_of, until
 from fault_tools import LONG, within
 from interrupting import Tick, at_every_instruction, at_instruction, handled, raise_tick
 from kinds import ALL, AS_READY, ASYNC, FREE, HERE, SINGLE, SPREAD, STARTED, SYNC, SYNC_HERE, Kind, Make, over
@@ -131,6 +132,30 @@ def test_whole_episodes_may_be_given_up_and_saved_by_threads(kind: Kind, make: M
     finally:
         sys.setswitchinterval(interval)
     assert not any(one.exception() for one in asking)
+
+
+@over(SPREAD)
+def test_a_new_seed_for_the_last_frames_ends_the_loop(kind: Kind, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written all the same counts, so that nothing is left to be waited for."""
+
+    class Slow(CountingEnv):
+        def step_into(self, action: Any, out: Any) -> bool:
+            time.sleep(0.02)
+            return super().step_into(action, out)
+
+    collector = make(lambda: Slow(()), replay_buffer=buffer(), batches=1)
+    attend = collector._pool.attend
+
+    def attend_and_seed(*given: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        until(lambda: steps_of(collector, 0))
+        collector.set_seed(3)
+        attend(*given, **options)
+
+    monkeypatch.setattr(collector._pool, "attend", attend_and_seed)
+    with within(WAIT_S):
+        list(collector)
+    assert len(collector.replay_buffer) == collector.stats()["frames"] >= collector.config.total_frames
 
 
 @over(SPREAD)
@@ -322,6 +347,20 @@ def test_who_keeps_others_from_writing_to_the_buffer_is_not_kept_waiting(kind: K
     assert collector.state_dict()["frames"] > 10
     with collector.pause(), kept.episodes():
         CALLS["state"](collector)
+
+
+@over((SINGLE, STARTED))
+def test_a_handler_within_a_draw_does_not_wait_for_a_thread_that_saves(kind: Kind, make: Make, tmp_path: Path) -> None:
+    collector = make(policy=net(), replay_buffer=buffer(), **ENDLESS)
+    kept = collector.replay_buffer
+    collector.start()
+    until(lambda: len(kept) > 10)
+    with ThreadPoolExecutor(1) as pool, within(10.0):
+        with kept._drawer.lock:  # as in the middle of sample()
+            saving = pool.submit(kept.dumps, tmp_path)
+            wait([saving], timeout=0.2)
+            CALLS["state"](collector)
+        saving.result(WAIT_S)
 
 
 @over((SINGLE, SYNC_HERE, SYNC, ASYNC))
