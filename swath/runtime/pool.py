@@ -279,10 +279,8 @@ class Pool(Generic[W]):
             try:
                 receipt = carrier.work(index, Order(work.ticket, work.request, work.place))
             except BaseException:
-                work.is_over = work.is_lost = True
                 with self.section.lock:
-                    if works and works[0] is work:
-                        works.popleft()
+                    self._forget_work(index)
                 raise
             with self.section.lock:
                 self.finish(index, work.ticket, receipt)
