@@ -21,7 +21,8 @@ from swath.rollout.budget import FrameBudget
 from swath.rollout.loop import Receipt
 from swath.rollout.slots import Arena, Slot
 from swath.runtime.columns import Columns
-from swath.runtime.pool import LOOK_S, Pool, Work
+from swath.runtime.pool import LOOK_S, Pool
+from swath.runtime.work import Work
 from swath.weights import Publisher
 
 BY_POLICY, AT_RANDOM = Collect(False), Collect(True)
@@ -138,6 +139,12 @@ class Delivery(ABC):
             while self.terms.writes and self.pool.finished:
                 self._count([self.pool.finished.popleft()])
 
+    def await_writes(self) -> None:
+        """Wait for what is being written ahead: a buffer that is saved between two batches has as much as is said."""
+        parts = self.pool.under_way if self.terms.writes else []
+        while not all(part.is_over for part in parts):
+            self.pool.attend(LOOK_S)
+
     @property
     def discarded_frames(self) -> int:
         """Frames that were collected and given up on purpose: because of a new seed, or another state."""
@@ -145,24 +152,19 @@ class Delivery(ABC):
         return self._discarded + sum(receipt.frames for receipt in unclaimed if isinstance(receipt, Receipt))
 
     def discard(self, others: int = 0) -> None:
-        """Give up what was collected and not delivered; and so many frames that another collector has lost."""
-        with self.pool.section:
-            given_up, self.pool.finished = list(self.pool.finished), deque()
-            self._discarded += others
-            self._void(given_up)
+        """Count what the pool was asked to forget; and so many frames that another collector has lost."""
+        self._discarded += others
+        self._void()
 
-    def _void(self, parts: Sequence[Part]) -> None:
+    def _void(self, parts: Sequence[Part] = ()) -> None:
         """Parts that nobody will get. What is in the replay buffer counts all the same, whoever has forgotten it."""
-        if not self.terms.writes:
-            self._discarded += sum(part.frames for part in parts)
-            return
-        for part in parts:
-            self._spend(part.index, part.frames)
         with self.pool.section:
             unclaimed, self.pool.unclaimed = list(self.pool.unclaimed), deque()
-        for index, receipt in unclaimed:
-            if isinstance(receipt, Receipt):
-                self._spend(index, receipt.frames)
+            for index, receipt in [*((part.index, part.receipt) for part in parts), *unclaimed]:
+                if isinstance(receipt, Receipt) and self.terms.writes:
+                    self._spend(index, receipt.frames)
+                elif isinstance(receipt, Receipt):
+                    self._discarded += receipt.frames
 
     def lost(self, index: int, written: int) -> None:
         """A worker has failed: what it had `written` of an order to the replay buffer counts, and is not done again."""
@@ -184,8 +186,10 @@ class Delivery(ABC):
         self._counted[index] = -self._waiting(index)
 
     def _waiting(self, index: int) -> int:
-        """Frames of a worker in parts that are finished and will be counted when they are delivered."""
-        return sum(part.frames for part in list(self.pool.finished) if part.index == index)
+        """Frames of a worker in parts that are finished and will be counted when they are delivered, or given up."""
+        delivered = [part.receipt for part in list(self.pool.finished) if part.index == index]
+        given_up = [receipt for worker, receipt in list(self.pool.unclaimed) if worker == index]
+        return sum(receipt.frames for receipt in (*delivered, *given_up) if isinstance(receipt, Receipt))
 
     @property
     def frames(self) -> int:
@@ -293,8 +297,12 @@ class Barrier(Delivery):
     def _await(self, lay_out: Callable[[dict[int, int]], list[Part]]) -> list[Part]:
         """Have the parts collected, by those workers that are there; again, if another thread has made them void."""
         while True:
+            if self.pool.unclaimed:
+                self._void()
             parts = lay_out(self._shares())
             done = self._collected(parts)
+            if self.pool.finished:  # of one that was interrupted
+                self._void([part for part in list(self.pool.finished) if self.pool.take(part)])
             if not any(map(GIVEN_UP, parts)):
                 self._count(done)
                 return done
@@ -303,7 +311,7 @@ class Barrier(Delivery):
                 return done
 
     def _collected(self, parts: list[Part]) -> list[Part]:
-        with self.pool.section if len(parts) > 1 else self.pool.section.lock:  # one moment for all
+        with self.pool.section if len(parts) > 1 else self.pool.section.lock:  # all at once, see `Pool.ask`
             for part in parts:
                 self.pool.issue(part)
         enough = None if self._threshold is None else int(len(parts) * self._threshold)
@@ -313,8 +321,7 @@ class Barrier(Delivery):
                     self.pool.carrier.interrupt(part.index, part.ticket)
                 enough = None
             self.pool.attend(LOOK_S)
-        self.pool.finished.clear()
-        return [part for part in parts if not part.is_lost]
+        return [part for part in parts if self.pool.take(part)]
 
 
 class FirstCome(Delivery):
@@ -345,6 +352,8 @@ class FirstCome(Delivery):
         if self.budget.is_spent:
             return None
         self._least = self._bulk() if in_bulk and self.terms.writes else 0
+        if self.pool.unclaimed:
+            self._void()
         self._begin_more(ahead=1)
         return self._next()
 
@@ -372,7 +381,6 @@ class FirstCome(Delivery):
             self.pool.attend(LOOK_S)
             if not self.budget.is_spent:
                 self._begin_more(ahead=1)
-        self._count([part])
         self.lag = self.terms.version() - part.collected.version
         self.worst_lag = max(self.worst_lag, self.lag)
         if not self.budget.is_spent:
@@ -384,6 +392,7 @@ class FirstCome(Delivery):
             part = self._due()
             if part is not None:
                 self.pool.finished.remove(part)
+                self._count([part])
             return part
 
     def _due(self) -> Part | None:

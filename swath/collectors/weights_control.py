@@ -149,11 +149,14 @@ class WeightsControl:
         first = self._pool.indices[0]
         layout = self._pool.ask({first: Call(EngineJob.layout_of, (model_id,))}, repr(model_id))[first]
         assert isinstance(layout, WeightLayout)
-        with self._publishing:
-            if not self._publisher.knows(model_id):
-                self._publisher.add(model_id, layout, self._pool.indices)
+        self._add(model_id, layout)
         # From now on they look there, too: or they would take the rest of the first publication without it.
         self._pool.ask(dict.fromkeys(self._pool.indices, Call(EngineJob.adopt)), repr(model_id))
+
+    def _add(self, model_id: str, layout: WeightLayout) -> None:
+        with self._publishing:
+            if not self._publisher.knows(model_id):  # another thread may have been first
+                self._publisher.add(model_id, layout, self._pool.indices)
 
     def increment(self) -> None:
         """Publish the weights that workers have under the next version."""
@@ -254,12 +257,12 @@ class InPlaceWeights(WeightsControl):
     def _take_now(self) -> None:
         if self.free is None or not self.free.is_busy:  # otherwise they are adopted between two batches
             self._pool.ask(dict.fromkeys(self._pool.indices, Call(EngineJob.adopt)), "new weights")
-            self._engine.version = self._publisher.version
+            with self._publishing:  # or another thread could have published meanwhile, and the version went back
+                self._engine.version = self._publisher.version
 
     def _open(self, model_id: str) -> None:
         """Make a store; the engine may be busy, and need not be asked."""
-        layout = WeightLayout.of(self._engine.find_model(model_id))
-        self._publisher.add(model_id, layout, self._pool.indices)
+        self._add(model_id, WeightLayout.of(self._engine.find_model(model_id)))
 
     def increment(self) -> None:
         """Count one version up."""

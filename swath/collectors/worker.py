@@ -19,7 +19,7 @@ from swath.rollout.engine import Engine, has_weights
 from swath.rollout.engine_settings import EngineSettings
 from swath.rollout.loop import Interruptor, Receipt
 from swath.rollout.slots import FEW, Slot
-from swath.runtime.carrier import EVERYTHING, Link, Order, Topic
+from swath.runtime.carrier import EVERYTHING, Link, NotNowError, Order, Topic
 from swath.runtime.columns import Columns, Leaf
 from swath.runtime.local import LocalLink
 from swath.runtime.snapshots import Snapshots
@@ -311,10 +311,7 @@ class EngineJob(Reflection):
         """Call the method that is asked for."""
         assert isinstance(request, Call)
         if self.engine.is_stepping and request.method.__name__ in DISTURBING:
-            raise RuntimeError(
-                f"{request.method.__name__}() was called by a signal handler in the middle of a batch: let it set a "
-                "flag, and look at that between two batches."
-            )
+            raise NotNowError("this very thread makes a batch")
         self.adopt()
         return request.of(self)
 

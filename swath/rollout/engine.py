@@ -363,8 +363,9 @@ class Engine:
     def own_policy(self) -> None:
         """Act with a copy of the policy that was given, if it is that very object."""
         if self.policy is self.given_policy and isinstance(self.policy, nn.Module):
-            self.policy = copy.deepcopy(self.policy)
-            self._loop.policy.exchange(self._as_called(self.policy))
+            own = copy.deepcopy(self.policy)
+            self._loop.policy.exchange(self._as_called(own))
+            self.policy = own  # last: if this is interrupted, it is done again
 
     # -- state -------------------------------------------------------------------------------------------------
 

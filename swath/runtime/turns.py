@@ -43,6 +43,11 @@ class Turns:
                     while self._waiting:
                         self._waiting.popleft().release()
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether this very thread is at it, and the caller has come in between."""
+        return self._attendant == threading.get_ident() and self._is_attended()
+
     def _is_attended(self) -> bool:
         """Whether the attendant is at it: an interrupt may have torn it away before it could say that it leaves."""
         frame = sys._current_frames().get(self._attendant)
