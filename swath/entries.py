@@ -75,18 +75,13 @@ class Mould:
         source = {} if self._places is None else dict(zip(self._leaves, self._places(entries), strict=False))
         for name, inner in self._inner:
             source[name] = inner.cast(entries)
-        names = None if self._names is None else self._names.copy()
+        device, names = self._device, None if self._names is None else self._names.copy()
         if not _IS_KNOWN:
-            made: TensorDict = _new(source, batch_size=self._size, device=self._device, names=names)
+            made: TensorDict = _new(source, batch_size=self._size, device=device, names=names)
             return made
         made = TensorDict.__new__(TensorDict)
         own = made.__dict__
-        own["_device"], own["_tensordict"], own["_batch_size"], own["_td_dim_names"] = (
-            self._device,
-            source,
-            self._size,
-            names,
-        )
+        own["_device"], own["_tensordict"], own["_batch_size"], own["_td_dim_names"] = device, source, self._size, names
         return made
 
 

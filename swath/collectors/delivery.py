@@ -291,11 +291,8 @@ class Barrier(Delivery):
             arena = self._arena(("all", len(shares)), (len(shares), *own))
             slot = arena.acquire(next(iter(shares.values())))
             return [self._part(i, n, random, arena, slot, row) for row, (i, n) in enumerate(shares.items())]
-        parts = []
-        for index, steps in shares.items():
-            arena = self._arena(index, own)
-            parts.append(self._part(index, steps, random, arena, arena.acquire(steps)))
-        return parts
+        arenas = [(i, n, self._arena(i, own)) for i, n in shares.items()]
+        return [self._part(i, n, random, arena, arena.acquire(n)) for i, n, arena in arenas]
 
     def _await(self, lay_out: Callable[[dict[int, int]], list[Part]]) -> list[Part]:
         """Have the parts collected, by those workers that are there; again, if another thread has made them void."""
