@@ -22,6 +22,7 @@ SAME_NAMES = {
 }
 THIRD_PARTY = {
     "atexit": "_clear _run_exitfuncs",
+    "envpool": "_reset",
     "multiprocessing": "_children _exit_function _finalizer_registry _resource_tracker _stop",
     "os": "_exit",
     "subprocess": "_args_from_interpreter_flags",
