@@ -9,7 +9,7 @@ PIP_ARGS ?=
 DEMO_ARGS ?=
 # A worker of pytest-xdist that is lost ends the run: replacing it can leave the run waiting for ever.
 # Files run in their order, the longest of them (faults of collectors) first: the last one runs alone.
-PYTEST_ARGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+PYTEST_ARGS ?= -q -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -23,8 +23,9 @@ help: ## List the targets
 demo: $(VENV)/.demo.stamp ## Train PPO on CartPole-v1 and draw its learning curve
 	$(PY) examples/ppo_cartpole.py --plot learning_curve.png $(DEMO_ARGS)
 
+# Tests start thousands of processes: without compiled files each of them would compile all of swath again.
 test: $(VENV)/.dev.stamp parts ## Run the tests (PYTEST_ARGS="-k loop" to choose)
-	$(PY) -m pytest $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest $(PYTEST_ARGS)
 
 parts: # What the tests of clusters need beyond Python: Slurm, and tools for networks
 	@.ci/parts

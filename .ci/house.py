@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LONGEST = 450
-SIZES = {"swath": 31_900, "tests": 38_400}
+SIZES = {"swath": 33_500, "tests": 39_420}
 """Lines in all: what there is now. They go up only with something new for users, and by no more than that takes."""
 SAME_NAMES = {
     "__init__.py": "packages",
@@ -27,15 +27,16 @@ THIRD_PARTY = {
     "os": "_exit",
     "subprocess": "_args_from_interpreter_flags",
     "sys": "_current_frames",
-    "tensordict": "_generator _generator_key _kwargs _new_unsafe",
+    "tensordict": "_generator _generator_key _interaction_type _kwargs _mode _new_unsafe",
     "threading.RLock": "_is_owned",
+    "torch": "_C _set_grad_enabled",
     "torch.distributed": "_Options _devices _timeout",
     "torch.distributed.autograd": "_init",
     "torch.distributed.rpc": (
         "_init_rpc_states _is_current_rpc_agent_set _reset_current_rpc_agent _update_group_membership"
     ),
     "torch.Tensor": "_version",
-    "torch.nn.Module": "_buffers _forward_hooks _forward_pre_hooks _orig_mod _parameters",
+    "torch.nn.Module": "_buffers _forward_hooks _forward_pre_hooks _modules _orig_mod _parameters",
     "torchrl.modules.MLP": "_reshape_out",
     "torch.nn.modules": "_NormBase _global_forward_hooks _global_forward_pre_hooks",
     "weakref.finalize": "_exitfunc _registry",

@@ -33,12 +33,11 @@ class FakeEnvPool(VectorEnv[Any, Any, Any]):
         kind: str = "vector",
         players: int = 1,
         most_s: float = 0.0005,
-        action_space: Any = None,
     ) -> None:
         self.num_envs, self.lengths, self.kind = num_envs, lengths, kind
         self.config = {"num_envs": num_envs, "batch_size": batch_size, "max_num_players": players, "seed": 42}
         self.observation_space = self.single_observation_space = counting_space(kind)
-        self.action_space = self.single_action_space = action_space or gym.spaces.Discrete(2)
+        self.action_space = self.single_action_space = gym.spaces.Discrete(2)
         self.spec: Any = None
         self.all_env_ids = np.arange(num_envs, dtype=np.int32)
         self.stuck: dict[int, threading.Event] = {}

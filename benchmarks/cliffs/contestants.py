@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
     NormalParamExtractor,
     ProbabilisticTensorDictModule,
@@ -20,6 +21,7 @@ from torch import Tensor, distributions, nn
 
 from benchmarks import policies
 from benchmarks.batch import Run
+from benchmarks.cliffs import tensor_env
 from benchmarks.cliffs.workloads import Cliff
 from benchmarks.contestants import handwritten as by_hand
 from benchmarks.sampling import Sampler
@@ -41,19 +43,18 @@ class Agent(nn.Module):
         self.net, self.critic = net, policies.mlp(4, 1)
 
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        chosen = distributions.Categorical(logits=self.net(observation))
-        action = chosen.sample()
-        return action, chosen.log_prob(action), self.critic(observation)
+        return *drawn(distributions.Categorical(logits=self.net(observation))), self.critic(observation)
 
 
 class Strange(nn.Module):
-    """A value head that no library can know."""
+    """A value head that no library can know: it counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = policies.mlp(4, 1)
+        self.inner, self.calls = policies.mlp(4, 1), 0
 
     def forward(self, observation: Tensor) -> Tensor:
+        self.calls += 1
         return self.inner(observation) * 2.0
 
 
@@ -93,6 +94,37 @@ def _hooked(net: nn.Module) -> Any:
     return actor
 
 
+class OnTensorDict:
+    """Takes a TensorDict, reads and writes what it likes, and samples by itself."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        action, log_prob = written_out(self.net, tensordict["observation"])
+        return tensordict.set("action", action).set("action_log_prob", log_prob)
+
+
+def written_out(net: nn.Module, observation: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax and multinomial, as `benchmarks.sampling` has it."""
+    probs = torch.softmax(net(observation), -1)
+    action = torch.multinomial(probs, 1)
+    return action.squeeze(-1), probs.gather(-1, action).log_().squeeze(-1)
+
+
+class OwnForward(nn.Module):
+    """The network as most people write one."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.one, _, self.two, _, self.three = net
+
+    def forward(self, observation: Tensor) -> Tensor:
+        x = torch.tanh(self.one(observation))
+        x = torch.tanh(self.two(x))
+        return self.three(x)
+
+
 def _with_value(net: nn.Module, head: nn.Module) -> Any:
     actor = policies.actor(net, None, None)
     return ProbabilisticTensorDictSequential(*actor, TensorDictModule(head, ["observation"], ["state_value"]))
@@ -107,6 +139,8 @@ POLICIES: dict[str, Callable[[nn.Module], Any]] = {
     "cleanrl": lambda net: TensorDictModule(Agent(net), ["observation"], ["action", "action_log_prob", "state_value"]),
     "random": lambda net: None,
     "foreign_value": lambda net: _with_value(net, Strange()),
+    "function": OnTensorDict,
+    "own_forward": lambda net: policies.actor(OwnForward(net), None, None),
     "plain_value": lambda net: _with_value(net, policies.mlp(4, 1)),
 }
 
@@ -122,7 +156,12 @@ def swath(cliff: Cliff) -> Run:
     torch.manual_seed(0)
     workload, options = cliff.collected, dict(cliff.options)
     make = partial(GymEnv, workload.env_id, categorical_action_encoding=True)
-    env = make() if cliff.envs == 1 else SerialEnv(cliff.envs, make)
+    if cliff.env != "gym":
+        env: Any = tensor_env.own_env(cliff.envs)
+        if cliff.env == "vector":
+            env = GymEnv(tensor_env.make_vector(cliff.envs), categorical_action_encoding=True)
+    else:
+        env = make() if cliff.envs == 1 else SerialEnv(cliff.envs, make)
     if cliff.into == "buffer":
         options["replay_buffer"] = ReplayBuffer(storage=LazyTensorStorage(CAPACITY), batch_size=32)
     policy = POLICIES[cliff.policy](workload.make_net())
@@ -156,6 +195,9 @@ def handwritten(cliff: Cliff) -> Run:
     torch.manual_seed(0)
     workload = cliff.collected
     net = workload.make_net()
+    if cliff.env != "gym":
+        build = tensor_env.by_hand if cliff.env == "tensor" else tensor_env.vector_by_hand
+        return build(cliff, _sample(cliff, net))
     run = by_hand.build(workload, net, sample=_sample(cliff, net))
     return run if cliff.into == "batch" else _into_ring(run, cliff)
 
@@ -176,9 +218,30 @@ def _sample(cliff: Cliff, net: nn.Module) -> Callable[[Tensor], tuple[Tensor, Te
             return torch.addcmul(loc, scale, noise), (noise.square().mul_(-0.5) - scale.log() - 0.9189385).sum(-1)
 
         return normal
-    if cliff.policy == "hooked":
-        net.register_forward_hook(lambda *_: None)
+    if cliff.options.get("trust_policy") or cliff.policy in ("function", "hooked"):
+        return _called(POLICIES[cliff.policy](net), cliff.envs)
+    if cliff.options.get("fast_policy") is False:
+        return lambda observation: drawn(distributions.Categorical(logits=net(observation)))
+    if cliff.policy == "own_forward":
+        net = OwnForward(net)
     return Sampler(cliff.collected, net).sample
+
+
+def _called(policy: Any, lanes: int) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """A policy on TensorDicts that cannot be looked into is called, by hand too: with one TensorDict that stays."""
+    request = TensorDict({}, [lanes])
+
+    def sample(observation: Tensor) -> tuple[Tensor, Tensor]:
+        answer = policy(request.set("observation", observation))
+        return answer.get("action"), answer.get("action_log_prob")
+
+    return sample
+
+
+def drawn(chosen: distributions.Distribution) -> tuple[Tensor, Tensor]:
+    """What is drawn, and how likely it was."""
+    action = chosen.sample()
+    return action, chosen.log_prob(action)
 
 
 def _into_ring(run: Run, cliff: Cliff) -> Run:

@@ -27,6 +27,8 @@ class Cliff:
     policy: str = "actor"
     """Which of `contestants.POLICIES` acts."""
     hidden: int = 64
+    env: str = "gym"
+    """Or "tensor", an EnvBase of the user's own in torch, or "vector", gymnasium's vectorised CartPole."""
     into: str = "batch"
     """Or "buffer": each batch is written to a replay buffer."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -76,6 +78,12 @@ _CLIFFS = (
     Cliff("C17", "split into episodes", options={"split_trajs": True}, beside="swath_plain"),
     Cliff("C18", "compile_policy=True, 4 envs", envs=4, options={"compile_policy": True}, beside="swath_plain"),
     Cliff("C19", "a foreign module behind the actor", policy="foreign_value", beside="swath_plain"),
+    Cliff("C20", "a function on TensorDicts", policy="function"),
+    Cliff("C21", "a network with a forward of its own", policy="own_forward"),
+    Cliff("C22", "an EnvBase of one's own in torch, 256 lanes", envs=256, frames=16_384, env="tensor"),
+    Cliff("C23", "an EnvBase of one's own in torch, 1,024 lanes", envs=1024, frames=65_536, env="tensor"),
+    Cliff("C24", "gymnasium's vectorised CartPole, 256 lanes", envs=256, frames=16_384, env="vector"),
+    Cliff("C25", "gymnasium's vectorised CartPole, 1,024 lanes", envs=1024, frames=65_536, env="vector"),
 )
 WORKLOADS: dict[str, Cliff] = {
     cliff.name: cliff

@@ -17,6 +17,7 @@ from swath.collectors.surface import BaseCollector
 from swath.collectors.weights_control import InPlaceWeights
 from swath.collectors.worker import FIELDS, BatchLayout, Call, EngineJob
 from swath.envs import EnvBase, OwnPaceEnv
+from swath.modules.stages import StageName
 from swath.rollout.budget import FrameBudget
 from swath.rollout.engine import Engine, writer_number
 from swath.runtime.local import LocalCarrier
@@ -96,8 +97,11 @@ class Collector(Reflection, BaseCollector):
         return self._steps
 
     @property
-    def policy_stages(self) -> list[str]:
-        """How the policy ran in the last batch: `MLPStage` and sampling stages are quick, `TensorDictStage` is slow."""
+    def policy_stages(self) -> list[StageName]:
+        """How the policy ran in the last batch, or will run in the first: by which stages.
+
+        `MLPStage` and sampling stages are quick. Those that call a module are slower, and are shown with the reason.
+        """
         return self.engine.policy_stages
 
     def get_model(self, model_id: str) -> Any:

@@ -59,7 +59,7 @@ class CommonConfig:
         auto_register_policy_transforms: no effect, as a recurrent policy always gets its state and `is_init`.
         use_buffers: no effect, as batches always lie in memory that is used again once they are let go.
         trust_policy: call the policy as it is, with a TensorDict, without looking inside.
-        compile_policy: compile the policy; True, or arguments for `torch.compile`.
+        compile_policy: compile what of the policy has to be called; True, or arguments for `torch.compile`.
         cudagraph_policy: run the policy as a CUDA graph; True, or arguments for `CudaGraphModule`.
         no_cuda_sync: copy between devices without waiting.
         trajs_per_batch: deliver so many complete episodes at a time instead of frames; to a replay buffer, write

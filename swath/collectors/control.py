@@ -9,19 +9,20 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-
 from swath.collectors.buffer_sink import BufferSink
+from swath.collectors.choosing import lanes_by_worker
 from swath.collectors.config import CommonConfig
 from swath.collectors.delivery import Delivery, FirstCome, Part
 from swath.collectors.free_running import FreeRunning
 from swath.collectors.kinds import check_kind
+from swath.collectors.pausing import must_not_hold
 from swath.collectors.profile import ProfileConfig
 from swath.collectors.roster import Roster
 from swath.collectors.weights_control import WeightsControl
 from swath.collectors.worker import Call, EngineJob
 from swath.data.episodes import Episodes
 from swath.rollout.engine_settings import Hook
+from swath.runtime import Section
 from swath.runtime.paths import follow
 from swath.runtime.pool import Pool
 from swath.seeding import checked_seed, next_seed
@@ -41,6 +42,7 @@ class Control(ABC):
         self.config = config
         self.closed = True  # until there is something to shut down
         self._episodes = Episodes()
+        self._cutting = Section()  # in which these change: any thread may give them up, or save them
         self._free: FreeRunning | None = None
         self._sink: BufferSink | None = None
         """What writes to the replay buffer here, where workers cannot."""
@@ -61,6 +63,8 @@ class Control(ABC):
 
     def _at_rest(self) -> AbstractContextManager[None]:
         """A context in which nothing is collected in the background."""
+        if self._free is not None and self._free.is_busy and not self.closed:
+            must_not_hold(self.config.replay_buffer)
         return nullcontext() if self._free is None or self.closed else self._free.resting()
 
     @property
@@ -84,15 +88,22 @@ class Control(ABC):
 
     # -- asking workers ----------------------------------------------------------------------------------------
 
-    def _ask(self, call: Call, *, what: str = "", discards_work: bool = False) -> dict[int, Any]:
+    def _ask(self, call: Call, **options: Any) -> dict[int, Any]:
         """What each worker answers to `call`."""
-        return self._ask_each(dict.fromkeys(self._pool.indices, call), what=what, discards_work=discards_work)
+        return self._ask_each(dict.fromkeys(self._pool.indices, call), **options)
 
-    def _ask_each(self, requests: dict[int, Call], *, what: str = "", discards_work: bool = False) -> dict[int, Any]:
+    def _ask_each(
+        self, requests: dict[int, Call], *, what: str = "", discards_work: bool = False, after_writes: bool = False
+    ) -> dict[int, Any]:
         self._must_be_open()
-        with self._at_rest() if self._pool.carrier.is_local else nullcontext():
+        is_local = self._pool.carrier.is_local
+        if self._delivery.terms.writes and not is_local and self._pool.under_way:
+            must_not_hold(self.config.replay_buffer)
+        with self._at_rest() if is_local else nullcontext():
             try:
                 what = what or " and ".join({call.method.__name__ for call in requests.values()})
+                if after_writes and not is_local:
+                    self._delivery.await_writes()
                 return self._pool.ask(requests, what, discards_work=discards_work)
             except BaseException:
                 if self._pool.failure is not None:
@@ -114,8 +125,6 @@ class Control(ABC):
             if len(reset_idx) != self.num_workers:
                 raise ValueError(f"reset() got {len(reset_idx)} choices for {self.num_workers} workers.")
             worker = [one for one, is_meant in enumerate(reset_idx) if is_meant]
-        shape, count = self._delivery.terms.layout.env_size, self.num_workers
-        lanes = math.prod(shape)
         if worker is not None:
             chosen = [worker] if isinstance(worker, int) else list(worker)
             if unknown := [one for one in chosen if one not in self._pool.indices]:
@@ -124,20 +133,8 @@ class Control(ABC):
         elif index is None:
             requests = dict.fromkeys(self._pool.indices, Call(EngineJob.reset))
         else:
-            if not shape and count == 1:
-                raise RuntimeError("reset(index) chooses among lanes, but this env has no batch dimension.")
-            picked = torch.as_tensor(index, device="cpu")
-            numbers = torch.arange(lanes * count, device="cpu")  # the workers' lanes one after the other
-            if picked.dtype == torch.bool and picked.numel() == numbers.numel():
-                picked = picked.reshape(-1)
-            elif len(shape) > 1:
-                numbers = numbers.view(-1, *shape[1:])
-            found = numbers[picked if picked.numel() else picked.long()].unique().tolist()
-            requests = {}
-            for one in self._pool.indices:
-                own = tuple(lane - one * lanes for lane in found if one * lanes <= lane < (one + 1) * lanes)
-                if own:
-                    requests[one] = Call(EngineJob.reset, (own,))
+            meant = lanes_by_worker(index, self._delivery.terms.layout.env_size, self.num_workers, self._pool.indices)
+            requests = {one: Call(EngineJob.reset, (lanes,)) for one, lanes in meant.items()}
         with self._at_rest():
             self._ask_each(requests)
 
@@ -152,7 +149,8 @@ class Control(ABC):
         with self._at_rest():
             self._ask(Call(EngineJob.set_seed, (seed, static_seed)), discards_work=True)
             self._delivery.discard()
-            self._episodes.clear()
+            with self._cutting:
+                self._episodes.clear()
         return next_seed(seed, self.num_lanes, static_seed)
 
     # -- state -------------------------------------------------------------------------------------------------
@@ -165,31 +163,32 @@ class Control(ABC):
         if self.closed and self._last_state is not None:
             return self._last_state
         with self._at_rest():
-            return {
-                **self._worker_states(),
-                "frames": self._delivery.frames,
-                "iter": self._delivery.batches,
-                "policy_version": self.policy_version,
-                "trajectories": self._episodes.state_dict(),
-                "undelivered_frames": self._delivery.undelivered_frames,
-            }
+            states = self._worker_states()
+            with self._cutting:
+                return {
+                    **states,
+                    "frames": self._delivery.frames,
+                    "iter": self._delivery.batches,
+                    "policy_version": self.policy_version,
+                    "trajectories": self._episodes.state_dict(),
+                    "undelivered_frames": self._delivery.undelivered_frames,
+                }
 
     _state_keys: tuple[str, ...] = ("workers", "frames", "iter")
 
     def _worker_states(self) -> dict[str, Any]:
         """The workers' part of a state."""
-        named = {f"worker{index}": state for index, state in self._ask(Call(EngineJob.state_dict)).items()}
+        states = self._ask(Call(EngineJob.state_dict), after_writes=True)
+        named = {f"worker{index}": state for index, state in states.items()}
         past = {"past_episodes": int(self._roster.past["episodes"])}  # of workers that are gone
         return {**named, **past, "workers": self.num_workers, "traj_pool": self._roster.next_number}
 
     def _saved_states(self, state: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """The reverse: a state for each worker."""
         saved = {i: state[f"worker{i}"] for i in range(self.num_workers) if f"worker{i}" in state}
-        if not saved or state.get("workers") != self.num_workers:
-            raise KeyError(
-                f"This is no state of a collector with {self.num_workers} workers: it has "
-                f"{state.get('workers', 'none')}."
-            )
+        there = state.get("workers", "none")
+        if not saved or there != self.num_workers:
+            raise KeyError(f"This is no state of a collector with {self.num_workers} workers: it has {there}.")
         # For a worker that had been dropped when the state was saved. What it had counted is in `past_episodes`.
         any_of_them = {name: value for name, value in next(iter(saved.values())).items() if name != "ended"}
         return {index: saved.get(index, any_of_them) for index in self._pool.indices}
@@ -203,18 +202,18 @@ class Control(ABC):
             self.check_state_dict(state_dict, strict)
             states = self._saved_states(state_dict)
             numbers = self._roster.renumbered(state_dict.get("traj_pool", 0))
-            load = EngineJob.load_state_dict
-            requests = {i: Call(load, (state, strict, numbers.get(i))) for i, state in states.items()}
+            requests = {i: Call(EngineJob.load_state_dict, (own, strict, numbers.get(i))) for i, own in states.items()}
             self._ask_each(requests, discards_work=True)
             self._delivery.discard(state_dict.get("undelivered_frames", 0))
-            self._episodes.clear()
             self._weights.loaded(states, state_dict.get("policy_version", 0))
             self._delivery.budget.spent = state_dict["frames"]
             self._delivery.batches = state_dict["iter"]
             self._roster.past = {**self._roster.past, "episodes": state_dict.get("past_episodes", 0)}
-            if "trajectories" in state_dict:
-                self._episodes.load_state_dict(state_dict["trajectories"])
-                self._episodes.drop()  # their episodes cannot be gone on with
+            with self._cutting:
+                self._episodes.clear()
+                if "trajectories" in state_dict:
+                    self._episodes.load_state_dict(state_dict["trajectories"])
+                    self._episodes.drop()  # their episodes cannot be gone on with
 
     def check_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Raise what would keep a state from being loaded, by any worker; nothing is changed."""
@@ -442,4 +441,4 @@ class Control(ABC):
     @property
     def worker_pids(self) -> list[int]:
         """The process ids of the workers."""
-        return [self._pool.carrier.pid(index) for index in self._pool.indices]
+        return [pid for index in self._pool.indices if (pid := self._pool.carrier.pid(index))]

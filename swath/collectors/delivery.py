@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 from swath.collectors.config import CommonConfig
 from swath.collectors.worker import BatchLayout, Collect, Fill
@@ -20,10 +21,12 @@ from swath.rollout.budget import FrameBudget
 from swath.rollout.loop import Receipt
 from swath.rollout.slots import Arena, Slot
 from swath.runtime.columns import Columns
-from swath.runtime.pool import LOOK_S, Pool, Work
+from swath.runtime.pool import LOOK_S, Pool
+from swath.runtime.work import Work
 from swath.weights import Publisher
 
 BY_POLICY, AT_RANDOM = Collect(False), Collect(True)
+OVER, GIVEN_UP = attrgetter("is_over"), attrgetter("is_given_up")
 BULK_FRAMES = 1000
 """So many frames are ordered in bulk, or one batch if that is more."""
 
@@ -136,6 +139,12 @@ class Delivery(ABC):
             while self.terms.writes and self.pool.finished:
                 self._count([self.pool.finished.popleft()])
 
+    def await_writes(self) -> None:
+        """Wait for what is being written ahead: a buffer that is saved between two batches has as much as is said."""
+        parts = self.pool.under_way if self.terms.writes else []
+        while not all(part.is_over for part in parts):
+            self.pool.attend(LOOK_S)
+
     @property
     def discarded_frames(self) -> int:
         """Frames that were collected and given up on purpose: because of a new seed, or another state."""
@@ -143,24 +152,19 @@ class Delivery(ABC):
         return self._discarded + sum(receipt.frames for receipt in unclaimed if isinstance(receipt, Receipt))
 
     def discard(self, others: int = 0) -> None:
-        """Give up what was collected and not delivered; and so many frames that another collector has lost."""
-        with self.pool.section:
-            given_up, self.pool.finished = list(self.pool.finished), deque()
-            self._discarded += others
-            self._void(given_up)
+        """Count what the pool was asked to forget; and so many frames that another collector has lost."""
+        self._discarded += others
+        self._void()
 
-    def _void(self, parts: Sequence[Part]) -> None:
+    def _void(self, parts: Sequence[Part] = ()) -> None:
         """Parts that nobody will get. What is in the replay buffer counts all the same, whoever has forgotten it."""
-        if not self.terms.writes:
-            self._discarded += sum(part.frames for part in parts)
-            return
-        for part in parts:
-            self._spend(part.index, part.frames)
         with self.pool.section:
             unclaimed, self.pool.unclaimed = list(self.pool.unclaimed), deque()
-        for index, receipt in unclaimed:
-            if isinstance(receipt, Receipt):
-                self._spend(index, receipt.frames)
+            for index, receipt in [*((part.index, part.receipt) for part in parts), *unclaimed]:
+                if isinstance(receipt, Receipt) and self.terms.writes:
+                    self._spend(index, receipt.frames)
+                elif isinstance(receipt, Receipt):
+                    self._discarded += receipt.frames
 
     def lost(self, index: int, written: int) -> None:
         """A worker has failed: what it had `written` of an order to the replay buffer counts, and is not done again."""
@@ -182,8 +186,10 @@ class Delivery(ABC):
         self._counted[index] = -self._waiting(index)
 
     def _waiting(self, index: int) -> int:
-        """Frames of a worker in parts that are finished and will be counted when they are delivered."""
-        return sum(part.frames for part in list(self.pool.finished) if part.index == index)
+        """Frames of a worker in parts that are finished and will be counted when they are delivered, or given up."""
+        delivered = [part.receipt for part in list(self.pool.finished) if part.index == index]
+        given_up = [receipt for worker, receipt in list(self.pool.unclaimed) if worker == index]
+        return sum(receipt.frames for receipt in (*delivered, *given_up) if isinstance(receipt, Receipt))
 
     @property
     def frames(self) -> int:
@@ -285,15 +291,19 @@ class Barrier(Delivery):
             arena = self._arena(("all", len(shares)), (len(shares), *own))
             slot = arena.acquire(next(iter(shares.values())))
             return [self._part(i, n, random, arena, slot, row) for row, (i, n) in enumerate(shares.items())]
-        arenas = {index: self._arena(index, own) for index in shares}
-        return [self._part(i, n, random, arenas[i], arenas[i].acquire(n)) for i, n in shares.items()]
+        arenas = [(i, n, self._arena(i, own)) for i, n in shares.items()]
+        return [self._part(i, n, random, arena, arena.acquire(n)) for i, n, arena in arenas]
 
     def _await(self, lay_out: Callable[[dict[int, int]], list[Part]]) -> list[Part]:
         """Have the parts collected, by those workers that are there; again, if another thread has made them void."""
         while True:
+            if self.pool.unclaimed:
+                self._void()
             parts = lay_out(self._shares())
             done = self._collected(parts)
-            if not any([part.is_given_up for part in parts]):
+            if self.pool.finished:  # of one that was interrupted
+                self._void([part for part in list(self.pool.finished) if self.pool.take(part)])
+            if not any(map(GIVEN_UP, parts)):
                 self._count(done)
                 return done
             self._void(done)
@@ -301,17 +311,17 @@ class Barrier(Delivery):
                 return done
 
     def _collected(self, parts: list[Part]) -> list[Part]:
-        for part in parts:
-            self.pool.issue(part)
+        with self.pool.section if len(parts) > 1 else self.pool.section.lock:  # all at once, see `Pool.ask`
+            for part in parts:
+                self.pool.issue(part)
         enough = None if self._threshold is None else int(len(parts) * self._threshold)
-        while not all([part.is_over for part in parts]):
+        while not all(map(OVER, parts)):
             if enough is not None and sum(part.is_over for part in parts) >= enough:
                 for part in parts:
                     self.pool.carrier.interrupt(part.index, part.ticket)
                 enough = None
             self.pool.attend(LOOK_S)
-        self.pool.finished.clear()
-        return [part for part in parts if not part.is_lost]
+        return [part for part in parts if self.pool.take(part)]
 
 
 class FirstCome(Delivery):
@@ -342,8 +352,10 @@ class FirstCome(Delivery):
         if self.budget.is_spent:
             return None
         self._least = self._bulk() if in_bulk and self.terms.writes else 0
+        if self.pool.unclaimed:
+            self._void()
         self._begin_more(ahead=1)
-        return self._next()
+        return self._next() or None
 
     def rollout(self) -> list[Part]:
         """The same in a slot; where nothing is under way, a worker is asked for one."""
@@ -354,7 +366,7 @@ class FirstCome(Delivery):
         if not self.pool.under_way and not self.pool.finished:
             index = min(self.pool.indices, key=self.pool.last_ticket.__getitem__)
             self.pool.issue(self._in_slot(index, self.terms.steps[index], self.budget.spent))
-        return self._next()
+        return self._next() or self.rollout()  # if it was discarded
 
     def _bulk(self) -> int:
         """How many steps to order at a time, to spare messages; fewer towards the end, so that all have work."""
@@ -365,11 +377,13 @@ class FirstCome(Delivery):
         return frames // self.terms.lanes
 
     def _next(self) -> list[Part]:
+        """The part that is due; none if all that was left to collect has been discarded, and counts."""
         while (part := self._taken()) is None:
             self.pool.attend(LOOK_S)
             if not self.budget.is_spent:
                 self._begin_more(ahead=1)
-        self._count([part])
+            elif not self.pool.under_way and not self.pool.finished:
+                return []
         self.lag = self.terms.version() - part.collected.version
         self.worst_lag = max(self.worst_lag, self.lag)
         if not self.budget.is_spent:
@@ -381,6 +395,7 @@ class FirstCome(Delivery):
             part = self._due()
             if part is not None:
                 self.pool.finished.remove(part)
+                self._count([part])
             return part
 
     def _due(self) -> Part | None:

@@ -20,10 +20,11 @@ from swath.collectors.multi_config import MultiConfig
 from swath.collectors.roster import Roster
 from swath.collectors.surface import BaseCollector
 from swath.collectors.weights_control import WeightsControl
-from swath.collectors.worker import FIELDS, BatchLayout
+from swath.collectors.worker import FIELDS, BatchLayout, Call, EngineJob
 from swath.data import ReplayBuffer
 from swath.envs.env_layout import difference
 from swath.errors import EndlessError
+from swath.modules.stages import StageName
 from swath.rollout.budget import FrameBudget
 from swath.runtime.carrier import Carrier
 from swath.runtime.local import LocalCarrier
@@ -198,6 +199,14 @@ class MultiCollector(BaseCollector):
             f"{type(self).__name__}({config.workers} workers, policy={type(config.policy).__name__}, "
             f"frames_per_batch={config.frames_per_batch}, total_frames={config.total_frames})"
         )
+
+    @property
+    def policy_stages(self) -> list[StageName]:
+        """How the policy ran in the last batch, or will run in the first: by which stages, in worker 0.
+
+        `MLPStage` and sampling stages are quick. Those that call a module are slower, and are shown with the reason.
+        """
+        return self._first(Call(EngineJob.tell_stages), "policy_stages")  # type: ignore[no-any-return]
 
 
 class MultiSyncCollector(MultiCollector):

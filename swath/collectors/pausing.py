@@ -1,4 +1,4 @@
-"""What `pause()` gives: a context, which does nothing unless it is entered."""
+"""What `pause()` gives: a context, which does nothing unless it is entered; and who cannot wait for it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Any
+
+from swath.data import ReplayBuffer
+from swath.runtime.carrier import NotNowError
+
+
+def must_not_hold(buffer: Any) -> None:
+    """Refuse to wait for those who write to `buffer` if this very thread keeps them from it, as a handler may find."""
+    if isinstance(buffer, ReplayBuffer) and buffer.storage.ledger.is_held:
+        raise NotNowError("this very thread saves or changes the replay buffer that it writes to")
 
 
 class Pause(AbstractContextManager[None]):

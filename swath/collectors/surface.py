@@ -114,8 +114,8 @@ class BaseCollector(Control, IterableDataset[Any]):
         if self.closed and not self._delivery.budget.is_spent:
             self._must_be_open()
         while not self.closed:
-            self._must_be_open()
-            if self._free is not None:
+            if self._free is not None or self._pool.failure is not None or os.getpid() != self._owner:
+                self._must_be_open()
                 self._must_not_run()
             self._weights.at_batch("before")
             with self._consuming:
@@ -174,21 +174,28 @@ class BaseCollector(Control, IterableDataset[Any]):
         assert count is not None
         source = self._parts()
         while True:
-            while self._episodes.ready >= count and not self.closed:  # also what an earlier loop has left
-                yield self._transform(self._episodes.take(count, form))
+            while taken := self._taken_episodes(count, form):  # also what an earlier loop has left
+                yield self._transform(taken.pop())
             if next(map(self._cut, source), None) is None:
                 break
         self._episodes.clear()
 
+    def _taken_episodes(self, count: int, form: str) -> list[TensorDictBase]:
+        """A batch of them, if there are enough."""
+        with self._cutting:
+            has_enough = self._episodes.ready >= count and not self.closed
+            return [self._episodes.take(count, form)] if has_enough else []
+
     def _cut(self, parts: list[Part]) -> bool:
         """Cut the parts of a batch into episodes: frames are copied, so that the slot may be used for the next."""
-        for part, batch in zip(parts, each_part(parts, self._delivery.terms.layout.delivered), strict=True):
-            receipt = part.collected
-            stored = self._stored(batch, part.index)
-            self._episodes.add(stored, source=part.index, begin=receipt.begin, running=receipt.running)
-        waiting = {part.index for part in self._pool.finished}
-        for worker in set(range(self.num_workers)) - set(self._pool.indices) - waiting:  # it was dropped
-            self._episodes.forget(worker)
+        with self._cutting:
+            for part, batch in zip(parts, each_part(parts, self._delivery.terms.layout.delivered), strict=True):
+                receipt = part.collected
+                stored = self._stored(batch, part.index)
+                self._episodes.add(stored, source=part.index, begin=receipt.begin, running=receipt.running)
+            waiting = {part.index for part in list(self._pool.finished)}
+            for worker in set(range(self.num_workers)) - set(self._pool.indices) - waiting:  # it was dropped
+                self._episodes.forget(worker)
         return True
 
     def _end(self) -> None:

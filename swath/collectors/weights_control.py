@@ -52,6 +52,7 @@ class WeightsControl:
         self._is_published = interval is not None or not isinstance(given_policy, nn.Module)
         """Whether somebody sees to it that workers get new weights, or there are none."""
         self._changes, self._last_change = -1, -1
+        self._watched: list[nn.Parameter] | None = None
 
     @property
     def version(self) -> int:
@@ -90,7 +91,9 @@ class WeightsControl:
         """Warn once if the policy is being trained, over several batches, and none of it is published."""
         if self._is_published or not self._acts_with_copy:
             return
-        change = sum(p._version for p in self._given.parameters() if not p.is_inference())
+        if self._watched is None:  # found once: to walk through a policy takes longer than all else here
+            self._watched = [weight for weight in self._given.parameters() if not weight.is_inference()]
+        change = sum([weight._version for weight in self._watched])
         if change != self._last_change:  # torch counts what is done to a tensor in place, as by an optimizer
             self._last_change, self._changes = change, self._changes + 1
         if self._changes >= SEVERAL:
@@ -146,11 +149,14 @@ class WeightsControl:
         first = self._pool.indices[0]
         layout = self._pool.ask({first: Call(EngineJob.layout_of, (model_id,))}, repr(model_id))[first]
         assert isinstance(layout, WeightLayout)
-        with self._publishing:
-            if not self._publisher.knows(model_id):
-                self._publisher.add(model_id, layout, self._pool.indices)
+        self._add(model_id, layout)
         # From now on they look there, too: or they would take the rest of the first publication without it.
         self._pool.ask(dict.fromkeys(self._pool.indices, Call(EngineJob.adopt)), repr(model_id))
+
+    def _add(self, model_id: str, layout: WeightLayout) -> None:
+        with self._publishing:
+            if not self._publisher.knows(model_id):  # another thread may have been first
+                self._publisher.add(model_id, layout, self._pool.indices)
 
     def increment(self) -> None:
         """Publish the weights that workers have under the next version."""
@@ -251,12 +257,12 @@ class InPlaceWeights(WeightsControl):
     def _take_now(self) -> None:
         if self.free is None or not self.free.is_busy:  # otherwise they are adopted between two batches
             self._pool.ask(dict.fromkeys(self._pool.indices, Call(EngineJob.adopt)), "new weights")
-            self._engine.version = self._publisher.version
+            with self._publishing:  # or another thread could have published meanwhile, and the version went back
+                self._engine.version = self._publisher.version
 
     def _open(self, model_id: str) -> None:
         """Make a store; the engine may be busy, and need not be asked."""
-        layout = WeightLayout.of(self._engine.find_model(model_id))
-        self._publisher.add(model_id, layout, self._pool.indices)
+        self._add(model_id, WeightLayout.of(self._engine.find_model(model_id)))
 
     def increment(self) -> None:
         """Count one version up."""

@@ -15,11 +15,12 @@ from swath.collectors.reflection import Reflection
 from swath.data.write_notes import WriteNotes
 from swath.envs.registry import Registered
 from swath.keys import Key
+from swath.modules.stages import StageName
 from swath.rollout.engine import Engine, has_weights
 from swath.rollout.engine_settings import EngineSettings
 from swath.rollout.loop import Interruptor, Receipt
 from swath.rollout.slots import FEW, Slot
-from swath.runtime.carrier import EVERYTHING, Link, Order, Topic
+from swath.runtime.carrier import EVERYTHING, Link, NotNowError, Order, Topic
 from swath.runtime.columns import Columns, Leaf
 from swath.runtime.local import LocalLink
 from swath.runtime.snapshots import Snapshots
@@ -203,6 +204,10 @@ class EngineJob(Reflection):
         """What is needed to go on elsewhere."""
         return self.engine.state_dict()
 
+    def tell_stages(self) -> list[StageName]:
+        """How the policy runs."""
+        return self.engine.policy_stages
+
     # -- what the collector asks for, beside these -------------------------------------------------------------
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True, number: int | None = None) -> None:
@@ -273,7 +278,8 @@ class EngineJob(Reflection):
                 receipt = self._fill(steps, batch)
             case _:
                 raise TypeError(f"A worker cannot understand {order.work!r}.")
-        self._report()
+        if not self._link.is_local:  # there, numbers are computed when they are looked at
+            self._report()
         return receipt
 
     def _collect(self, order: Order, random: bool) -> Receipt:
@@ -302,17 +308,15 @@ class EngineJob(Reflection):
             steps -= receipts[-1].steps
             if not steps or self._watch.is_wanted() or receipts[-1].steps < wanted:
                 break
-            self._report()
+            if not self._link.is_local:
+                self._report()
         return receipts[0] if len(receipts) == 1 else Receipt.over(receipts)
 
     def answer(self, request: object) -> object:
         """Call the method that is asked for."""
         assert isinstance(request, Call)
         if self.engine.is_stepping and request.method.__name__ in DISTURBING:
-            raise RuntimeError(
-                f"{request.method.__name__}() was called by a signal handler in the middle of a batch: let it set a "
-                "flag, and look at that between two batches."
-            )
+            raise NotNowError("this very thread makes a batch")
         self.adopt()
         return request.of(self)
 

@@ -111,6 +111,12 @@ class Ledger:
         if self._is_local:
             self.lock = threading.RLock()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this very thread keeps others from writing: then it must not wait for them."""
+        locks: tuple[Any, ...] = (self.writing, self.lock)
+        return any(lock._is_owned() for lock in locks)
+
     def attach(self, stamps: np.ndarray, lanes: int) -> None:
         """Keep the stamps of rows in `stamps` `[capacity]`; each row has a frame of each of `lanes`."""
         self.stamps, self.capacity, self.lanes = stamps, len(stamps), lanes

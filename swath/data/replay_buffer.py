@@ -317,7 +317,7 @@ class ReplayBuffer:
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Forget everything that was written, and, unless `empty_write_count` is False, how much it was."""
-        with self.storage.ledger.writing, self._drawer.lock:
+        with self._drawer.lock, self.storage.ledger.writing:
             self.storage.empty(keep_count=not empty_write_count)
             self.sampler.empty()
             self._forget_draws()
@@ -332,7 +332,7 @@ class ReplayBuffer:
     def share(self, shared: bool = True) -> ReplayBuffer:
         """Let other processes that are given this buffer write and sample."""
         if shared:
-            with self.storage.ledger.writing, self._drawer.lock:
+            with self._drawer.lock, self.storage.ledger.writing:
                 self.storage.share()
         return self
 
@@ -356,7 +356,7 @@ class ReplayBuffer:
     @contextlib.contextmanager
     def _at_rest(self) -> Iterator[None]:
         """A context in which nobody writes or draws."""
-        with self.storage.ledger.writing, self._drawer.lock:
+        with self._drawer.lock, self.storage.ledger.writing:
             len(self)  # what another process has laid out is known here from now on
             with self.storage.ledger.at_rest():
                 yield

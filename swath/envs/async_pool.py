@@ -35,6 +35,7 @@ from swath.envs.rows import Leaf, Rows, rows_of
 from swath.envs.serial import EnvFactory
 from swath.errors import check_foreign_arguments, wrong_shape
 from swath.keys import RESET, TERMINATED, TRUNCATED, Key
+from swath.runtime import undisturbed
 from swath.runtime.columns import Columns, writable
 from swath.runtime.supervision import Supervision
 from swath.seeding import lane_seed, lane_seeds
@@ -353,10 +354,11 @@ class AsyncEnvPool(AsyncCalls):
             self._copy(out, self._rows)
             left = self._eager.hand_out(lanes, self._rows)
             if left:
-                envs = sorted({lane // self.lanes_per_env for lane in left})
+                envs = sorted({lane // self.lanes_per_env for lane in left} - {*self._workers.dropped})
                 self._marks[self.lanes_of(envs)] = False
                 self._marks[list(left)] = True
-                self._workers.order(envs, BEGIN)
+                with undisturbed:  # or those would be waited for that were never told
+                    self._workers.order(envs, BEGIN)
                 self._forget_results(envs)
             self._copy(self._rows, out)
 

@@ -14,10 +14,11 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from swath.entries import trusted
+from swath.envs.answers import EnvAnswer
 from swath.envs.foreign import NotOfTorchRL
 from swath.envs.rows import Leaf, Rows
 from swath.envs.spaces import ActionCodec, ObservationCodec, must_not_clash
-from swath.errors import ClosedError, UnsupportedEnvError, suggestion, wrong_shape
+from swath.errors import ClosedError, UnsupportedEnvError, wrong_shape
 from swath.keys import DONE, FLAGS, NEXT, RESET, REWARD, TERMINATED, TRUNCATED, Key, nest
 from swath.runtime.columns import writable
 from swath.seeding import checked_seed, lane_seed, lane_seeds, next_seed, policy_seed
@@ -134,32 +135,34 @@ class EnvBase(NotOfTorchRL):
 
     def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
         """Begin a new episode in each of `lanes` and write its first observation into `out`."""
-        index = torch.as_tensor(list(lanes), device=self.rows_device or CPU)
-        request = TensorDict({}, batch_size=self.batch_size)
+        chosen = np.asarray(lanes, np.int64)
+        seen: dict[Key, Tensor] = {}
         if len(lanes) < self.num_lanes:
-            mask = torch.zeros(self.num_lanes, dtype=torch.bool, device=self.rows_device or CPU)
-            mask[index] = True
-            seen: dict[Key, Tensor] = {key: out.tensors[key].clone() for key in self.observation_keys}
-            seen[RESET] = mask.view(*self.batch_size, 1)
-            request = TensorDict(nest(seen), batch_size=self.batch_size)
-        answer = self._reset(request)
+            mask = np.zeros(self.num_lanes, bool)
+            mask[chosen] = True
+            seen = {key: out.copy(key) for key in self.observation_keys}
+            seen[RESET] = torch.from_numpy(mask).view(*self.batch_size, 1).to(self.rows_device or CPU)
+        answer = EnvAnswer(self, "_reset", self._reset(trusted(seen, self.batch_size, None)))
         for key in self.observation_keys:
             target = out.tensors[key]
-            value = self._answered(answer, key, target, "_reset").detach().to(target)
+            value = answer.entry(key, target).detach().to(target)
             flat = (self.num_lanes, *target.shape[len(self.batch_size) :])
+            if key in out.arrays:
+                out.arrays[key][chosen] = value.numpy().reshape(flat)[chosen]
+                continue
+            index = torch.from_numpy(chosen).to(target.device)
             writable(target.view(flat))[index] = writable(value.reshape(flat)[index])
 
     def step_into(self, action: Rows, out: Rows) -> bool:
         """Step every lane with `action`; write what happened into `out`. Return whether any lane finished."""
-        given = {key: out.tensors[key].clone() for key in self.observation_keys}
-        given.update({key: action.tensors[key].clone() for key in self.action_keys})
-        answer = self._step(TensorDict(nest(given), batch_size=self.batch_size))
+        given = {key: out.copy(key) for key in self.observation_keys} | {k: action.copy(k) for k in self.action_keys}
+        answer = EnvAnswer(self, "_step", self._step(trusted(given, self.batch_size, None)))
         for key in (*self.observation_keys, REWARD):
-            target = out.tensors[key]
-            target.copy_(self._answered(answer, key, target, "_step").detach())
-        for key, flag in zip((TERMINATED, TRUNCATED), self._ends(answer, out), strict=True):
-            out.tensors[key].copy_(flag)
-        return bool((out.tensors[TERMINATED] | out.tensors[TRUNCATED]).any())
+            out.set(key, answer.entry(key, out.tensors[key]))
+        for key, flag in zip((TERMINATED, TRUNCATED), answer.ends(out.tensors[TERMINATED]), strict=True):
+            out.set(key, flag)
+        ends: Any = out.arrays if TERMINATED in out.arrays else out.tensors
+        return bool(ends[TERMINATED].any() or ends[TRUNCATED].any())
 
     @property
     def can_step_lanes(self) -> bool:
@@ -177,41 +180,6 @@ class EnvBase(NotOfTorchRL):
                 "separate envs: GymEnv(name, num_envs=...), or a SerialEnv of envs with one lane each."
             )
         return bool(lanes) and self.step_into(action, out)
-
-    def _answered(self, answer: TensorDictBase, key: Key, target: Tensor, where: str) -> Tensor:
-        """The entry `key` of what `_reset` or `_step` returned, in the shape of `target`."""
-        value: Tensor | None = answer.get(key, None)
-        if value is None:
-            known = [str(known) for known in answer.keys(True, True)]
-            raise KeyError(
-                f"{type(self).__name__}.{where} returned no {key!r}, only {known}.{suggestion(str(key), known)} "
-                f"It must return all entries of the observation space {self.observation_space}, and a step its reward."
-            )
-        if value.shape != target.shape:
-            if key not in (REWARD, *FLAGS) or value.shape != self.batch_size:
-                raise wrong_shape(key, target.shape, value.shape, f"{type(self).__name__}.{where}")
-            value = value.unsqueeze(-1)
-        return value
-
-    def _ends(self, answer: TensorDictBase, out: Rows) -> tuple[Tensor, Tensor]:
-        """terminated and truncated, from whichever of the three flags `_step` wrote."""
-        found = {
-            key: self._answered(answer, key, out.tensors[TERMINATED], "_step").bool()
-            for key in FLAGS
-            if answer.get(key, None) is not None
-        }
-        if not found:
-            raise KeyError(
-                f"{type(self).__name__}._step returned none of {FLAGS}, only "
-                f"{[str(key) for key in answer.keys(True, True)]}. Every step must tell whether the episode has ended."
-            )
-        never = torch.zeros_like(out.tensors[TERMINATED])
-        done, terminated, truncated = (found.get(key) for key in FLAGS)
-        if terminated is None:
-            terminated = never if done is None else done if truncated is None else done & ~truncated
-        if truncated is None:
-            truncated = never if done is None else done & ~terminated
-        return terminated, truncated
 
     def _reset(self, tensordict: TensorDictBase) -> TensorDictBase:
         raise NotImplementedError(f"{type(self).__name__} has neither _reset nor reset_into.")

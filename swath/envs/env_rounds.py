@@ -8,10 +8,11 @@ from typing import Any
 
 from swath.envs.env_supervisor import EnvSupervisor
 from swath.envs.parallel_worker import FAILED, EnvTask, GetFailure
-from swath.runtime.pool import LOOK_S, Pool, Work
+from swath.runtime.pool import LOOK_S, Pool
 from swath.runtime.processes import ProcessCarrier
 from swath.runtime.rounds import Rounds
 from swath.runtime.supervision import Supervision
+from swath.runtime.work import Work
 
 
 class EnvRounds(EnvSupervisor):

@@ -9,7 +9,8 @@ from typing import Any
 
 from swath.envs.parallel_worker import EnvFailure
 from swath.errors import ClosedError, annotate
-from swath.runtime.pool import Pool, Work
+from swath.runtime.pool import Pool
+from swath.runtime.work import Work
 
 LAST_S = 1.0
 """How long the others may take to end when one has failed for good."""
@@ -44,7 +45,8 @@ class EnvSupervisor(ABC):
     @property
     def pids(self) -> list[int]:
         """The process ids of the workers, in their order; of threads, the one that they share."""
-        return list(dict.fromkeys(self.pool.carrier.pid(index) for index in self.pool.indices))
+        found = dict.fromkeys(self.pool.carrier.pid(index) for index in self.pool.indices)
+        return [pid for pid in found if pid]  # one may just have been stopped
 
     def must_be_open(self) -> None:
         """Raise if there is nothing more to be had."""

@@ -21,13 +21,14 @@ from swath.envs.registry import Registered
 from swath.envs.rows import Leaf
 from swath.envs.serial import EnvFactory
 from swath.keys import RESET, TERMINATED, TRUNCATED
-from swath.runtime import Event
+from swath.runtime import Event, undisturbed
 from swath.runtime.columns import Columns
 from swath.runtime.id_queue import IdQueue
-from swath.runtime.pool import LOOK_S, Pool, Work
+from swath.runtime.pool import LOOK_S, Pool
 from swath.runtime.processes import ProcessCarrier
 from swath.runtime.supervision import Supervision
 from swath.runtime.threads import ThreadCarrier
+from swath.runtime.work import Work
 
 Backend = Literal["threading", "multiprocessing"]
 WATCH_S = 0.05
@@ -184,12 +185,14 @@ class EnvWorkers(EnvSupervisor):
         """Wait until so many have landed, or none is left to wait for; False if that takes too long."""
         return self.wait_until(lambda: len(self.landed) >= count or not self.in_flight.any(), timeout_s)
 
-    def wait_until(self, is_enough: Callable[[], bool], timeout_s: float) -> bool:
-        """Let land what is ready until there is enough of it; False if that takes too long."""
-        deadline = time.monotonic() + timeout_s
+    def wait_until(
+        self, is_enough: Callable[[], bool], timeout_s: float, land: Callable[[], None] | None = None
+    ) -> bool:
+        """Let `land` what is ready until there is enough of it; False if that takes too long."""
+        deadline, land = time.monotonic() + timeout_s, land or self._land
         patience = min(LOOK_S, self.pool.supervision.stall_warning_s)
         while True:
-            self._land()
+            land()
             now = time.monotonic()
             if self._failed or now - self._watched_at > WATCH_S:
                 self._watched_at = now
@@ -218,7 +221,13 @@ class EnvWorkers(EnvSupervisor):
     def settle(self, envs: Sequence[int] | None = None) -> None:
         """Wait until `envs`, or all, have landed."""
         self.must_be_open()
-        self.wait_until(lambda: not (self.in_flight.any() if envs is None else self.in_flight[envs].any()), math.inf)
+        in_flight = self.in_flight
+
+        def land() -> None:
+            with undisturbed:  # between batches one goes on after an interrupt
+                self._land()
+
+        self.wait_until(lambda: not (in_flight.any() if envs is None else in_flight[envs].any()), math.inf, land)
 
     def ask(self, requests: dict[int, object], what: str) -> list[Any]:
         """What workers answer, in order; when everything has landed."""

@@ -49,6 +49,7 @@ class Rows:
         """A promise of the caller that steps an env with these rows: to reset finished lanes before the next step."""
         self.tensors: dict[Key, Tensor] = {}
         self.arrays: dict[Key, np.ndarray] = {}
+        self._forms: dict[Key, tuple[torch.Size, torch.dtype, np.ndarray | None]] = {}
         for key, tensor in Columns(leaves, self.batch_size, device=device).tensors.items():
             self.add(key, tensor)
 
@@ -63,8 +64,11 @@ class Rows:
     def add(self, key: Key, tensor: Tensor) -> None:
         """Take in `tensor`, of shape `batch_size + leaf.shape`, as the memory of `key`."""
         self.tensors[key] = tensor
+        shaped = None
         if tensor.device.type == "cpu":
             self.arrays[key] = self.flat(key).numpy()
+            shaped = tensor.detach().numpy()
+        self._forms[key] = tensor.shape, tensor.dtype, shaped
 
     def flat(self, key: Key) -> Tensor:
         """`key` as `[N, ...]` over the same memory, wherever it lies."""
@@ -77,15 +81,25 @@ class Rows:
 
     def put(self, key: Key, value: Tensor, where: str) -> None:
         """Copy `value` into `key`; shape and kind must agree, as broadcasting or rounding would hide a mistake."""
-        target = self.tensors[key]
-        if value.shape != target.shape:
-            raise wrong_shape(key, target.shape, value.shape, where)
-        if value.dtype != target.dtype and not torch.can_cast(value.dtype, target.dtype):
+        shape, dtype, _ = self._forms[key]
+        if value.shape != shape:
+            raise wrong_shape(key, shape, value.shape, where)
+        if value.dtype is not dtype and not torch.can_cast(value.dtype, dtype):
             raise TypeError(
-                f"{where} gave {key!r} as {value.dtype}, but {target.dtype} was expected: the first call decides. "
+                f"{where} gave {key!r} as {value.dtype}, but {dtype} was expected: the first call decides. "
                 "Give the same kind of numbers every time."
             )
-        target.copy_(value.detach() if value.requires_grad else value)
+        self.set(key, value)
+
+    def set(self, key: Key, value: Tensor) -> None:
+        """Copy `value`, of the same shape, into `key`."""
+        if value.requires_grad:
+            value = value.detach()
+        _, dtype, array = self._forms[key]
+        if value.dtype is dtype and array is not None and type(value) is Tensor and value.is_cpu and not value.is_neg():
+            array[...] = value.numpy()  # by way of numpy, which asks less of the caches
+        else:
+            self.tensors[key].copy_(value)
 
     def copy(self, key: Key) -> Tensor:
         """A tensor of its own with what is in `key` now."""

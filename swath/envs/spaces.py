@@ -299,6 +299,8 @@ class ActionCodec:
                 return array, lambda given: given.argmax(1).astype(dtype) + start
             if integral and shape in ((), (1,)):
                 flat = array.reshape(-1)
+                if flat.dtype == dtype and start == 0:
+                    return flat, lambda given: given.copy()
                 if flat.dtype == dtype:
                     return flat, lambda given: given + start
                 return flat, lambda given: given.astype(dtype) + start

@@ -9,13 +9,37 @@ takes.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
+
+from tensordict.nn import probabilistic
 
 from swath.envs.utils import ExplorationType, exploration_type, set_exploration_type
 
+_of_all: Any = getattr(probabilistic, "_interaction_type", None)
+"""Where tensordict keeps the type of the process."""
 _of_this_thread: ContextVar[ExplorationType | None] = ContextVar("swath_exploration", default=None)
+
+
+class Exploring:
+    """tensordict's `set_interaction_type` in a tenth of its calls; it may be entered again once it was left."""
+
+    def __init__(self, kind: ExplorationType) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        self._before, _of_all._mode = _of_all._mode, self._kind
+
+    def __exit__(self, *exc: object) -> None:
+        _of_all._mode = self._before
+
+
+def exploring(kind: ExplorationType) -> AbstractContextManager[Any]:
+    """A context in which all policies of this process explore like `kind`."""
+    return Exploring(kind) if hasattr(_of_all, "_mode") else set_exploration_type(kind)
 
 
 class ExploringHere:
@@ -39,10 +63,15 @@ def acting_type() -> ExplorationType | None:
     return _of_this_thread.get() or exploration_type()
 
 
-def exploring_in_modules() -> AbstractContextManager[Any]:
-    """A context in which modules that we do not know see the type that counts here."""
+def as_explored(call: Callable[..., Any]) -> Callable[..., Any]:
+    """What calls a module that we do not know so that it sees the type that counts here and now."""
     kind = _of_this_thread.get()
-    return nullcontext() if kind is None else set_exploration_type(kind)
+    return call if kind is None else partial(_explored, kind, call)
+
+
+def _explored(kind: ExplorationType, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with set_exploration_type(kind):
+        return call(*args, **kwargs)
 
 
 __all__ = ["ExplorationType", "exploration_type", "set_exploration_type"]

@@ -22,10 +22,11 @@ from swath.modules.inference_settings import InferenceSettings
 from swath.modules.inference_wire import PolicySignature, TravellingEnd
 from swath.modules.probe import guessed_shapes
 from swath.runtime.carrier import Link, Order, Task, Topic
-from swath.runtime.pool import Pool, Work
+from swath.runtime.pool import Pool
 from swath.runtime.processes import ProcessCarrier, ProcessLink
 from swath.runtime.snapshots import Snapshots
 from swath.runtime.supervision import Supervision
+from swath.runtime.work import Work
 from swath.weights import WeightLayout
 
 LAST_WORDS_S = 1.0

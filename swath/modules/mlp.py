@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,11 +32,24 @@ from swath.modules.stages import Stage
 from swath.runtime.columns import array_of
 
 InPlace = Callable[[np.ndarray], object]
+Arrays = Sequence[np.ndarray]
 Operation = Callable[[], object]
 """One call of a forward pass, bound to the arrays that it reads and writes."""
 
+
+class Fetched(Protocol):
+    """A private copy of something that may change between two slots."""
+
+    def fetch(self, is_live: bool) -> None:
+        """Take it as it is now; what `is_live` need not."""
+
+
 MAX_MULTIPLICATIONS = 2_000_000
 """Per step, over all lanes. Beyond this, the arithmetic outweighs the dispatcher and torch's threads pay."""
+
+MANY_LANES, MAX_FOR_MANY = 256, 5_000_000
+"""The same for many lanes of a network of tanh, for which numpy takes a third of torch's time: 1,024 lanes of a small
+one are quicker here (200 us against 570 with one thread, and still less than with two)."""
 
 MAX_IN_THREAD = 262_144
 """OpenBLAS's own limit, for all kinds of processors: 65,536 times its GEMM_MULTITHREAD_THRESHOLD, which is 4.
@@ -104,7 +117,7 @@ def _is_peers(module: nn.Module) -> bool:
     return name_of(type(module)) == ("torchrl.modules.models.models", "MLP") and isinstance(module.out_features, int)
 
 
-class _Layer:
+class Layer:
     """A linear layer with its activations, on a private copy of the parameters."""
 
     def __init__(self, linear: nn.Linear, lanes: int) -> None:
@@ -122,35 +135,38 @@ class _Layer:
         self.activations: list[InPlace] = []
         self.out = np.empty((lanes, outputs), weight.dtype)
 
-    def fetch(self) -> None:
+    def fetch(self, is_live: bool) -> None:
         """Take the parameters as they are now. A bias is spread over the lanes: adding is then half the price."""
-        self._weight[:] = self._now[0].T
+        if is_live and len(self.out) == 1:
+            return  # nothing has to be spread
+        if not is_live:
+            self._weight[:] = self._now[0].T
         if self._bias is not None:
             self._bias[:] = self._now[1]
 
-    def operations(self, x: np.ndarray, out: np.ndarray, is_live: bool = False) -> list[Operation]:
+    def operations(self, x: np.ndarray, out: np.ndarray, is_live: bool) -> list[Operation]:
         """What turns `x` `[n, in]` into `out` `[n, out]`; see NOTE [BLAS threads].
 
-        If it `is_live`, for one lane, with the parameters as they are at every call, and not with what was fetched.
+        If it `is_live`, with the weight (and for one lane the bias) as it is when it runs, and not as it was fetched.
         """
         weight = self._now[0].T if is_live else self._weight
         operations: list[Operation] = [partial(x.dot, weight, out)]
         if len(self._blocks) > 1:
             operations = [partial(np.matmul, x, weight[:, block], out[:, block]) for block in self._blocks]
         if self._bias is not None:
-            bias = self._now[1][None] if is_live else self._bias[: len(out)]
-            operations.append(partial(np.add, out, bias, out))
+            is_one = is_live and len(self.out) == 1
+            operations.append(partial(np.add, out, self._now[1][None] if is_one else self._bias[: len(out)], out))
         return [*operations, *(partial(activation, out) for activation in self.activations)]
 
 
-class _Norm:
+class Norm:
     """A layer normalisation of a linear layer's output, on a private copy of the parameters."""
 
     def __init__(self, norm: nn.LayerNorm, like: np.ndarray) -> None:
         self._norm = norm
         self._weight, self._bias = np.ones_like(like), np.zeros_like(like)
 
-    def fetch(self) -> None:
+    def fetch(self, is_live: bool) -> None:
         """Take the parameters as they are now."""
         if self._norm.weight is not None:
             self._weight[:] = self._norm.weight.detach().numpy()
@@ -175,7 +191,7 @@ class _NormalHead:
         self._shift, self._least, self._floor = (np.empty_like(scale) for _ in range(3))
         self._zero = np.zeros_like(scale)
 
-    def fetch(self) -> None:
+    def fetch(self, is_live: bool) -> None:
         """Take the settings as they are now."""
         mapping = self._extractor.scale_mapping
         self._shift[:] = float(mapping.bias)
@@ -199,55 +215,31 @@ class _NormalHead:
             np.maximum(scale, floor, out=scale)
 
 
-class MLPStage(Stage):
-    """Linear layers and activations, possibly with a NormalParamExtractor at the end."""
+class ArrayStage(Stage):
+    """A forward pass on arrays: calls that are bound once, and things that are fetched for each slot."""
 
-    def __init__(self, layers: Sequence[nn.Module], source: np.ndarray, outputs: Rows, out_keys: Sequence[Key]) -> None:
-        """Run `layers` on `source` `[N, in]`; results go to `outputs`. Use `mlp_stage`, which checks that it fits."""
-        self._source = source
-        self._targets = [outputs.arrays[key] for key in out_keys]
-        self._layers: list[_Layer] = []
-        self._norms: list[_Norm] = []
-        for module in layers:
-            if isinstance(module, nn.Linear):
-                self._layers.append(_Layer(module, len(source)))
-            elif type(module) in ACTIVATIONS:
-                self._layers[-1].activations.append(partial(ACTIVATIONS[type(module)], module))
-            elif isinstance(module, nn.LayerNorm):
-                self._norms.append(_Norm(module, self._layers[-1].out))
-                self._layers[-1].activations.append(self._norms[-1])
-        last = layers[-1]
-        self._head = _NormalHead(last, self._targets[1]) if isinstance(last, NormalParamExtractor) else None
-        self._fetched = self._bind(source, self._targets)
-        self._live = self._bind(source, self._targets, is_live=True) if len(source) == 1 else None
-        """The same on live parameters: a slot of one step sees one set of them in any case, and need not fetch it."""
-        self._operations = self._fetched
-        self._some = [np.empty_like(array) for array in (source, *self._targets)]
+    def __init__(self, sources: Arrays, targets: Arrays, fetched: Sequence[Fetched]) -> None:
+        """Read `sources` and write `targets`, both `[N, ...]`; `fetched` are copies of what may change."""
+        self._sources, self._targets, self._fetched = list(sources), list(targets), list(fetched)
+        self._is_live = False
+        """Whether weights are used where they lie: to copy them takes longer than to multiply by them once."""
+        self._bound = {is_live: self._bind(self._sources, self._targets, is_live) for is_live in (False, True)}
+        self._some = [np.empty_like(array) for array in (*sources, *targets)]
         """Where the rows of some lanes are gathered before they are run."""
-        self._operations_on: dict[int, list[Operation]] = {}
-        self._operations_first: dict[int, list[Operation]] = {}
+        self._bound_on: dict[tuple[int, bool], list[Operation]] = {}
+        self._bound_first: dict[tuple[int, bool], list[Operation]] = {}
         self.begin(0, None)
 
-    def _bind(self, x: np.ndarray, targets: list[np.ndarray], is_live: bool = False) -> list[Operation]:
-        """The forward pass from `x` to `targets`; the last layer writes straight into its target."""
-        operations: list[Operation] = []
-        for layer in self._layers:
-            is_last = layer is self._layers[-1] and self._head is None
-            out = targets[0] if is_last else layer.out[: len(x)]
-            operations += layer.operations(x, out, is_live)
-            x = out
-        return operations if self._head is None else operations + self._head.operations(x, *targets)
+    def _bind(self, sources: list[np.ndarray], targets: list[np.ndarray], is_live: bool) -> list[Operation]:
+        """The forward pass from `sources` to `targets`, for as many lanes as these have."""
+        raise NotImplementedError
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Fetch the parameters."""
-        is_live = steps == 1 and self._live is not None
-        self._operations = self._live if is_live and self._live is not None else self._fetched
-        for layer in () if is_live else self._layers:
-            layer.fetch()
-        for norm in self._norms:
-            norm.fetch()
-        if self._head is not None:
-            self._head.fetch()
+        self._is_live = steps == 1  # which has them from one moment in any case
+        self._operations = self._bound[self._is_live]
+        for one in self._fetched:
+            one.fetch(self._is_live)
 
     def run(self, t: int) -> None:
         """The forward pass."""
@@ -256,23 +248,57 @@ class MLPStage(Stage):
 
     def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
         """The forward pass for some lanes."""
-        n = len(lanes)
-        source, *targets = (array[:n] for array in self._some)
-        if n not in self._operations_on:
-            self._operations_on[n] = self._bind(source, targets)
+        n, count = len(lanes), len(self._sources)
+        some, form = [array[:n] for array in self._some], (n, self._is_live)
+        if form not in self._bound_on:
+            self._bound_on[form] = self._bind(some[:count], some[count:], self._is_live)
         rows = rows_of(lanes)
-        source[:] = self._source[rows]
-        for operation in self._operations_on[n]:
+        for given, source in zip(some, self._sources, strict=False):
+            given[:] = source[rows]
+        for operation in self._bound_on[form]:
             operation()
-        for target, result in zip(self._targets, targets, strict=True):
+        for target, result in zip(self._targets, some[count:], strict=True):
             target[rows] = result
 
     def run_first(self, count: int, t: int) -> None:
         """The forward pass for the first lanes, where they lie."""
-        if count not in self._operations_first:
-            self._operations_first[count] = self._bind(self._source[:count], [array[:count] for array in self._targets])
-        for operation in self._operations_first[count]:
+        form = (count, self._is_live)
+        if form not in self._bound_first:
+            sources, targets = ([array[:count] for array in arrays] for arrays in (self._sources, self._targets))
+            self._bound_first[form] = self._bind(sources, targets, self._is_live)
+        for operation in self._bound_first[form]:
             operation()
+
+
+class MLPStage(ArrayStage):
+    """Linear layers and activations, possibly with a NormalParamExtractor at the end."""
+
+    def __init__(self, layers: Sequence[nn.Module], source: np.ndarray, targets: Sequence[np.ndarray]) -> None:
+        """Run `layers` on `source` `[N, in]`. Use `mlp_stage`, which checks that it fits."""
+        self._layers: list[Layer] = []
+        norms: list[Norm] = []
+        for module in layers:
+            if isinstance(module, nn.Linear):
+                self._layers.append(Layer(module, len(source)))
+            elif type(module) in ACTIVATIONS:
+                self._layers[-1].activations.append(partial(ACTIVATIONS[type(module)], module))
+            elif isinstance(module, nn.LayerNorm):
+                norms.append(Norm(module, self._layers[-1].out))
+                self._layers[-1].activations.append(norms[-1])
+        last = layers[-1]
+        self._head = _NormalHead(last, targets[1]) if isinstance(last, NormalParamExtractor) else None
+        heads = () if self._head is None else (self._head,)
+        super().__init__([source], targets, [*self._layers, *norms, *heads])
+
+    def _bind(self, sources: list[np.ndarray], targets: list[np.ndarray], is_live: bool) -> list[Operation]:
+        """The forward pass; the last layer writes straight into its target."""
+        (x,), operations = sources, list[Operation]()
+        for layer in self._layers:
+            is_last = layer is self._layers[-1] and self._head is None
+            out = targets[0] if is_last else layer.out[: len(x)]
+            operations += layer.operations(x, out, is_live)
+            x = out
+        return operations if self._head is None else operations + self._head.operations(x, *targets)
 
 
 def mlp_stage(module: nn.Module, source: np.ndarray, outputs: Rows, out_keys: Sequence[Key]) -> MLPStage | None:
@@ -285,14 +311,16 @@ def mlp_stage(module: nn.Module, source: np.ndarray, outputs: Rows, out_keys: Se
     width = linears[-1].weight.shape[0] if linears else source.shape[-1]
     if not _fit_rows(width, 2 if isinstance(layers[-1], NormalParamExtractor) else 1, source, targets):
         return None
-    if not all(_fits(weight, source) for layer in layers for weight in layer.parameters()):
+    if not all(fits_array(weight, source) for layer in layers for weight in layer.parameters()):
         return None
-    if len(source) * sum(linear.weight.numel() for linear in linears) > MAX_MULTIPLICATIONS:
+    is_smooth = nn.Tanh in map(type, layers) and not {nn.ReLU, nn.LeakyReLU} & set(map(type, layers))
+    most = MAX_FOR_MANY if is_smooth and len(source) >= MANY_LANES else MAX_MULTIPLICATIONS
+    if len(source) * sum(linear.weight.numel() for linear in linears) > most:
         return None
     if len(source) * max((linear.weight.shape[1] for linear in linears), default=0) > MAX_IN_THREAD:
         return None  # not even one output could be computed without threads
-    stage = MLPStage(layers, source, outputs, out_keys)
-    return stage if _agrees(stage, module, source, targets) else None
+    stage = MLPStage(layers, source, targets)
+    return stage if agrees(stage, module, [source], targets) else None
 
 
 def _is_known(layers: list[nn.Module]) -> bool:
@@ -315,7 +343,7 @@ def _fit_rows(width: int, count: int, source: np.ndarray, targets: list[np.ndarr
     )
 
 
-def _fits(parameter: Tensor, source: np.ndarray) -> bool:
+def fits_array(parameter: Tensor, source: np.ndarray) -> bool:
     """Whether a parameter is an ordinary CPU tensor of the source's floating type."""
     return (
         type(parameter) is nn.Parameter
@@ -325,17 +353,18 @@ def _fits(parameter: Tensor, source: np.ndarray) -> bool:
     )
 
 
-def _agrees(stage: MLPStage, module: nn.Module, source: np.ndarray, targets: list[np.ndarray]) -> bool:
-    """Whether stage and module give the same for some inputs; `source` and `targets` are left as they were."""
-    saved = [array.copy() for array in (source, *targets)]
-    # A fixed grid rather than random numbers: making a plan must not move anyone's generator.
-    source[:] = np.sin(np.arange(source.size) * 1.7).reshape(source.shape) * 3.0
+def agrees(stage: ArrayStage, module: nn.Module, sources: list[np.ndarray], targets: list[np.ndarray]) -> bool:
+    """Whether stage and module give the same for some inputs; `sources` and `targets` are left as they were."""
+    saved = [array.copy() for array in (*sources, *targets)]
+    for number, source in enumerate(sources):
+        # A fixed grid rather than random numbers: making a plan must not move anyone's generator.
+        source[:] = np.sin(np.arange(source.size) * (1.7 + number)).reshape(source.shape) * 3.0
     with torch.no_grad():
-        wanted = module(torch.from_numpy(source))
+        wanted = module(*map(torch.from_numpy, sources))
     stage.run(0)
     wanted = wanted if isinstance(wanted, tuple) else (wanted,)
     same = all(_is_close(t, w.numpy()) for t, w in zip(targets, wanted, strict=True))
-    for array, before in zip((source, *targets), saved, strict=True):
+    for array, before in zip((*sources, *targets), saved, strict=True):
         array[:] = before
     return same
 

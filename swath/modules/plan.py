@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import contains, is_, itemgetter
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule
+from tensordict.nn import InteractionType, ProbabilisticTensorDictModule, TensorDictModule
 from torch import nn
 from torch.nn.modules import module as nn_module
 
 from swath.envs.rows import Rows
 from swath.keys import Key, as_key
+from swath.modules.composite import composite_stage
 from swath.modules.exploration import acting_type
 from swath.modules.mlp import mlp_stage
 from swath.modules.parts import Writes, acts_as, declared_by, overlap, parts_of
 from swath.modules.peer_parts import peer_stage
 from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
-from swath.modules.sampling import sampling_stage
-from swath.modules.stages import RandomStage, Stage, TensorDictStage, TorchStage
+from swath.modules.sampling import draws_once, params_of, sampling_stage
+from swath.modules.settled import is_setting
+from swath.modules.stages import DistributionStage, RandomStage, Stage, TensorDictStage, TorchStage
+from swath.modules.traced import traced_stage
+from swath.runtime import compiler
 
 
 class Planner:
     """Makes plans for a policy that was probed."""
 
     def __init__(
-        self, probe: Probe, present: Rows, outputs: Rows, device: torch.device | None, fast: bool, opaque: bool
+        self,
+        probe: Probe,
+        present: Rows,
+        outputs: Rows,
+        device: torch.device | None,
+        fast: bool,
+        opaque: bool,
+        compiled: bool | Mapping[str, Any] | None = None,
     ) -> None:
         """Plans read from `present` and write to `outputs`; for the rest see `PolicyRunner`."""
         self._visible = probe.visible
@@ -42,6 +53,7 @@ class Planner:
         """What TensorDicts for the policy name as their device."""
         self._away = None if device == probe.place else device
         self._fast = fast and self._away is None
+        self._compiled = compiled
 
     def plan(self, policy: Any) -> list[Stage]:
         """The stages for `policy` as it is now, in the order in which they run."""
@@ -49,7 +61,8 @@ class Planner:
             return [RandomStage(policy.codec, self._outputs)]
         parts = self._parts(policy)
         if isinstance(parts, str):
-            whole = TensorDictStage(policy, self._present, (), self._outputs, self._visible, self._device)
+            call = self._as_called(policy)
+            whole = TensorDictStage(call, self._present, (), self._outputs, self._visible, self._device)
             whole.reason = f"{type(policy).__name__} is called as a whole: {parts}"
             return [whole]
         stages, written = list[Stage](), list[Key]()
@@ -85,9 +98,10 @@ class Planner:
         in_keys = [as_key(key) for key in part.in_keys]
         if acts_as(part) is ProbabilisticTensorDictModule and self._fast:
             late = self._may_finish_late(part, later)
-            sampling = sampling_stage(part, arrays, self._outputs.arrays, acting_type(), late)
-            if sampling is not None:
-                return sampling
+            for stage_of in (sampling_stage, composite_stage):
+                sampling: Stage | None = stage_of(part, arrays, self._outputs.arrays, acting_type(), late)
+                if sampling is not None:
+                    return sampling
         if self._fast and not is_altered(_inside(part)):
             peers = peer_stage(part, arrays, self._outputs.arrays, acting_type())
             if peers is not None:
@@ -96,14 +110,34 @@ class Planner:
             quick = self._quick(part, in_keys, arrays)
             if quick is not None:
                 return quick
-            torch_stage = TorchStage(part, [known[key] for key in in_keys], self._outputs, self._away)
-            torch_stage.reason = self._why(part, "no small stack of known layers on one input")
+            call = self._as_called(part.module if part.method is None else getattr(part.module, part.method))
+            torch_stage = TorchStage(part, call, [known[key] for key in in_keys], self._outputs, self._away)
+            torch_stage.reason = self._why(part, "it is no small network of known layers and arithmetic")
             return torch_stage
-        stage = TensorDictStage(part, self._present, written, self._outputs, writes.leaves, self._device)
         is_sampler = acts_as(part) is ProbabilisticTensorDictModule
+        stage: Stage
+        if is_sampler and writes.are_tensors and self._draws_plainly(part) and all(key in known for key in in_keys):
+            params = {name: known[key] for name, key in params_of(part).items()}
+            stage = DistributionStage(part, params, self._outputs)
+        else:
+            call = self._as_called(part)
+            stage = TensorDictStage(call, self._present, written, self._outputs, writes.leaves, self._device)
         refused = "its distribution, or how it is drawn from, is not known" if is_sampler else "it takes a TensorDict"
         stage.reason = self._why(part, refused)
         return stage
+
+    def _draws_plainly(self, part: ProbabilisticTensorDictModule) -> bool:
+        """Whether `part` draws one sample from its distribution, where the rows lie, and does nothing else."""
+        is_random = (acting_type() or part.default_interaction_type) is InteractionType.RANDOM
+        return is_random and self._away is None and not self._compiled and draws_once(part)
+
+    def _as_called(self, what: Callable[..., Any]) -> Callable[..., Any]:
+        """A module or function that has to be called: compiled, if so asked. What is known would lose by it."""
+        if not self._compiled:
+            return what
+        compiler.make_ready()
+        options = self._compiled if isinstance(self._compiled, Mapping) else {}
+        return torch.compile(what, **options)
 
     def _why(self, part: Any, refused: str) -> str:
         """Why `part` is called, if it was not `refused` for a reason that all parts share."""
@@ -119,9 +153,11 @@ class Planner:
         ordinary = part.method is None and not part.method_kwargs and part._kwargs is None
         if not self._fast or not ordinary or not isinstance(module, nn.Module) or is_altered(module.modules()):
             return None
-        if len(in_keys) != 1 or in_keys[0] not in arrays:
+        sources, out_keys = [arrays[key] for key in in_keys if key in arrays], declared_by(part)
+        if not sources or len(sources) != len(in_keys):
             return None
-        return mlp_stage(module, arrays[in_keys[0]], self._outputs, declared_by(part))
+        stack = mlp_stage(module, sources[0], self._outputs, out_keys) if len(sources) == 1 else None
+        return stack or traced_stage(module, sources, self._outputs, out_keys)
 
     def _may_finish_late(self, part: ProbabilisticTensorDictModule, later: Sequence[tuple[Any, Writes]]) -> bool:
         """Whether, when the slot is complete, its columns still hold what `part` used, and nobody has missed the rest.
@@ -204,7 +240,10 @@ def _settings_of(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     if isinstance(module, TensorDictModule):
         names = ("module", "method") if "module" in vars(module) else ("method",)  # modules are kept elsewhere
         return [(vars(module), name) for name in names]
-    return [(vars(module), "training")] if type(module) is nn.Dropout else []
+    if type(module).__module__.startswith("torch.nn."):
+        return [(vars(module), "training")] if type(module) is nn.Dropout else []
+    own = vars(module)  # at which a forward of its own may look
+    return [(own, name) for name, value in own.items() if is_setting(value)]
 
 
 def _inside(part: Any) -> list[nn.Module]:

@@ -29,7 +29,7 @@ from swath.modules.exploration import ExplorationType, acting_type
 from swath.modules.plan import Composition, Planner
 from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
-from swath.modules.stages import EchoStage, Filled, RandomStage, RangeStage, Stage
+from swath.modules.stages import EchoStage, Filled, RandomStage, RangeStage, Stage, StageName
 
 
 def as_policy(policy: Any, env: EnvBase) -> Any:
@@ -103,6 +103,7 @@ class PolicyRunner:
         device: torch.device | None = None,
         fast: bool = True,
         opaque: bool = False,
+        compiled: bool | Mapping[str, Any] | None = None,
     ) -> None:
         """Find out what `policy` reads from `present` and what it writes, by calling it once.
 
@@ -115,6 +116,7 @@ class PolicyRunner:
             device: where the policy computes, as its TensorDicts will say; None is where the rows lie.
             fast: whether known modules may be run by their array forms.
             opaque: whether to call the policy as it is, without looking inside.
+            compiled: whether to compile what has to be called, or arguments for `torch.compile`.
         """
         self.policy = policy
         self.outputs = Rows({}, present.batch_size)
@@ -125,7 +127,7 @@ class PolicyRunner:
             self.outputs.add(key, value)
         self.delivered = [key for key in probe.visible if not is_private(key)]
         """What the batch holds of the outputs."""
-        self._planner = Planner(probe, present, self.outputs, device, fast, opaque)
+        self._planner = Planner(probe, present, self.outputs, device, fast, opaque, compiled)
         self._plan: list[Stage] = []
         self._composition: Composition | None = None
         self._planned_for: ExplorationType | None = None
@@ -160,11 +162,7 @@ class PolicyRunner:
                 tensor.zero_()
             active = acting = self._random
         else:
-            kind, known = kind or acting_type(), self._composition
-            if known is None or kind is not self._planned_for or known.has_changed:
-                self._plan = self._planner.plan(self.policy)
-                self._planned_for, self._composition = kind, Composition(self.policy)
-            active = acting = self._plan
+            active = acting = self._current_plan(kind)
             if self._checks:
                 acting, self._checks = [*active, *self._checks], []
         if acting is not self._acting:
@@ -177,15 +175,23 @@ class PolicyRunner:
             stage.begin(steps, generator)
         return self._recorded
 
-    @property
-    def stages(self) -> list[str]:
-        """The names of the stages that acted last, quick ones and slow ones; see `swath.modules.stages`."""
-        return [type(stage).__name__ for stage in self._active]
+    def _current_plan(self, kind: ExplorationType | None = None) -> list[Stage]:
+        """The stages for the policy as it is now."""
+        kind, known = kind or acting_type(), self._composition
+        if known is None or kind is not self._planned_for or known.has_changed:
+            self._plan = self._planner.plan(self.policy)
+            self._planned_for, self._composition = kind, Composition(self.policy)
+        return self._plan
 
     @property
-    def reasons(self) -> list[str]:
-        """Of the stages that call a module: which it is, and why it is not run by arithmetic on rows."""
-        return [stage.reason for stage in self._active if stage.reason]
+    def has_acted(self) -> bool:
+        """Whether there was a slot."""
+        return bool(self._active)
+
+    @property
+    def stages(self) -> list[StageName]:
+        """The names of the stages that acted last (at first, of those that will), with reasons where one is slow."""
+        return [StageName(type(stage).__name__, stage.reason) for stage in self._active or self._current_plan()]
 
     def act(self, t: int) -> None:
         """Write what the policy does in step `t` into `outputs`."""

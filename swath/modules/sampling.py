@@ -119,6 +119,8 @@ class CategoricalStage(SamplingStage):
         """Sample from logits; tensordict's one-hot, if greedy, sets all of the largest, and not the first alone."""
         super().__init__(module, family, rows, greedy)
         self._ties = greedy and family.ties
+        self._firsts = np.empty(0, np.int64)
+        """Where the logits of each frame of a slot begin."""
         self._shape = self._params[0].shape
         self._one_hot = np.eye(self._shape[-1], dtype=self._action.dtype) if self._action.ndim == 2 else None
 
@@ -134,9 +136,9 @@ class CategoricalStage(SamplingStage):
         if not self._greedy:
             if self._noise is None or len(self._noise) != steps:
                 self._drawn = torch.empty(steps, *self._shape, dtype=torch.float32, device="cpu")
-                self._noise = self._drawn.numpy()
+                self._noise, self._least = self._drawn.numpy(), np.full(self._shape[-1], TINY)
             self._drawn.exponential_(generator=generator)
-            np.maximum(self._noise, TINY, out=self._noise)  # or the logarithm of zero would be warned of
+            np.maximum(self._noise, self._least, out=self._noise)  # or the logarithm of zero would be warned of
             np.log(self._noise, self._noise)
 
     def _act(self, params: list[np.ndarray], noise: np.ndarray | None, action: np.ndarray) -> None:
@@ -159,15 +161,17 @@ class CategoricalStage(SamplingStage):
             choice = choice.argmax(-1)
         if logits.size <= FEW and logits.ndim == 3:
             return [list(map(self._judge_one, *lane)) for lane in zip(logits.tolist(), choice.tolist(), strict=True)]
-        top = logits.max(-1)
+        # Reductions by their ufuncs: the methods of arrays take a detour by way of Python.
+        top = np.maximum.reduce(logits, -1)
         # Of a row without any finite logit, or with an infinite one, there are no probabilities either.
         _must_hold(np.isfinite(top), self._keys[0], "Categorical")
         if self._log_prob is None:
             return None
-        flat = logits.reshape(-1, logits.shape[-1])
-        picked = flat[np.arange(len(flat)), choice.reshape(-1)].reshape(top.shape)
-        total = np.log(np.exp(logits - top[..., None]).sum(-1))
-        scores: np.ndarray = picked - top - total
+        if len(self._firsts) != top.size:
+            self._firsts = np.arange(top.size) * logits.shape[-1]
+        shifted = logits - top[..., None]
+        scores: np.ndarray = shifted.reshape(-1).take(choice.reshape(-1) + self._firsts).reshape(top.shape)
+        scores -= np.log(np.add.reduce(np.exp(shifted, shifted), -1))
         return scores
 
     def _judge_one(self, logits: list[float], choice: int) -> float:
@@ -249,6 +253,12 @@ class DeltaStage(SamplingStage):
         return np.where(np.isfinite(values[0]).all(-1), np.inf, -np.inf)
 
 
+def params_of(module: ProbabilisticTensorDictModule) -> dict[str, Key]:
+    """The keys that the distribution's parameters are read from, by name."""
+    names = [name if isinstance(name, str) else str(name[-1]) for name in module.dist_keys]
+    return dict(zip(names, map(as_key, module.in_keys), strict=True))
+
+
 def sampling_stage(
     module: ProbabilisticTensorDictModule,
     reads: Mapping[Key, np.ndarray],
@@ -261,12 +271,11 @@ def sampling_stage(
     kwargs = {} if module.distribution_kwargs is None else dict(module.distribution_kwargs.items())
     family = _family_of(module.distribution_class)
     exploration = exploration or module.default_interaction_type
-    if family is None or exploration not in (InteractionType.RANDOM, *family.greedy) or not _is_plain(module):
+    if family is None or exploration not in (InteractionType.RANDOM, *family.greedy) or not draws_once(module):
         return None
     if not {name for name, value in kwargs.items() if (name, value) not in IDLE} <= family.kwargs:
         return None
-    names = [name if isinstance(name, str) else str(name[-1]) for name in module.dist_keys]
-    named = dict(zip(names, map(as_key, module.in_keys), strict=True))
+    named = params_of(module)
     if set(named) != set(family.params):
         return None
     params, action = [named[name] for name in family.params], as_key(module.dist_sample_keys[0])
@@ -359,15 +368,14 @@ def _interval(kwargs: Any) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def _is_plain(module: ProbabilisticTensorDictModule) -> bool:
+def draws_once(module: ProbabilisticTensorDictModule) -> bool:
     """Whether `module` draws one sample of one entry from torch's own generator."""
-    return (
-        module.num_samples is None
-        and len(module.dist_sample_keys) == 1
-        # Of tensordict's later versions only.
-        and getattr(module, "_generator", None) is None
-        and getattr(module, "_generator_key", None) is None
-    )
+    return module.num_samples is None and len(module.dist_sample_keys) == 1 and not has_own_generator(module)
+
+
+def has_own_generator(module: ProbabilisticTensorDictModule) -> bool:
+    """Whether `module` was given a generator, as can be in later versions of tensordict."""
+    return getattr(module, "_generator", None) is not None or getattr(module, "_generator_key", None) is not None
 
 
 def _must_hold(condition: Tensor | np.ndarray | bool, key: Key, family: str) -> None:

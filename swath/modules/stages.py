@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule
+from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule
 from torch import Tensor
 
 from swath.entries import trusted
@@ -26,11 +26,28 @@ from swath.envs.rows import Rows
 from swath.envs.spaces import ActionCodec
 from swath.errors import PolicyError
 from swath.keys import FLAGS, Key, as_key, as_path, is_private, nest
-from swath.modules.exploration import exploring_in_modules
+from swath.modules.exploration import as_explored
 from swath.runtime.columns import writable
 
 Filled = tuple[slice, slice] | np.ndarray
 """Which steps `[N, T]` of a slot are valid, as an index for its columns: all lanes up to one step, or a mask."""
+
+
+class StageName(str):
+    """The name of a stage, which is shown with the reason where a module has to be called."""
+
+    reason: str
+    """Which module it is, and why it is not run by arithmetic on rows; empty for what is quick."""
+
+    def __new__(cls, name: str, reason: str = "") -> StageName:
+        """The name, and the reason."""
+        told = super().__new__(cls, name)
+        told.reason = reason
+        return told
+
+    def __repr__(self) -> str:
+        """The name as it is, and the reason behind it."""
+        return f"{super().__repr__()} ({self.reason})" if self.reason else super().__repr__()
 
 
 class Stage:
@@ -69,22 +86,28 @@ class RandomStage(Stage):
         self._codec = codec
         self._outputs = outputs
         self._leaves = {key: outputs.leaf(key) for key in codec.leaves}
-        self._drawn: list[tuple[Tensor, Tensor]] = []
+        self._drawn: list[tuple[Any, Any]] = []
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Draw the actions of all steps."""
         drawn = self._codec.draw(self._leaves, steps, self._outputs.lanes, generator)
-        self._drawn = [(self._outputs.flat(key), values) for key, values in drawn.items()]  # [N, ...], [T, N, ...]
+        arrays, flat = self._outputs.arrays, self._outputs.flat
+        self._drawn = [  # [N, ...], [T, N, ...]
+            (arrays[key], values.numpy())
+            if key in arrays
+            else (writable(flat(key)), writable(values.to(flat(key).device)))
+            for key, values in drawn.items()
+        ]
 
     def run(self, t: int) -> None:
         """Take the actions of step `t`."""
         for target, drawn in self._drawn:
-            target.copy_(drawn[t])
+            target[...] = drawn[t]
 
     def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
         """Take the actions of some lanes."""
         for target, drawn in self._drawn:
-            writable(target)[lanes] = writable(drawn[times, lanes].to(target.device))
+            target[lanes] = drawn[times, lanes]
 
 
 class RangeStage(Stage):
@@ -138,16 +161,25 @@ class TorchStage(Stage):
     """
 
     def __init__(
-        self, part: TensorDictModule, inputs: Sequence[Tensor], outputs: Rows, device: torch.device | None
+        self,
+        part: TensorDictModule,
+        call: Callable[..., Any],
+        inputs: Sequence[Tensor],
+        outputs: Rows,
+        device: torch.device | None,
     ) -> None:
-        """Call what `part` holds with `inputs`; its results, one per key, go to `outputs`."""
-        self._call = part.module if part.method is None else getattr(part.module, part.method)
+        """Call what `part` holds (`call`) with `inputs`; its results, one per key, go to `outputs`."""
+        self._call = call
         self._names, self._options = part._kwargs, part.method_kwargs
         self._inputs = tuple(inputs)
         self._copiers = [copier(x) if device is None else partial(x.to, device) for x in inputs]
         self._outputs = outputs
         self._keys = tuple(as_key(key) for key in part.out_keys)
         self._device = device
+
+    def begin(self, steps: int, generator: torch.Generator | None) -> None:
+        """Find out once how modules are called here."""
+        self._explored = as_explored(self._call)
 
     def run(self, t: int) -> None:
         """Call the module and keep its results."""
@@ -161,11 +193,10 @@ class TorchStage(Stage):
         _scatter(some, self._outputs, lanes)
 
     def _run(self, inputs: list[Tensor], outputs: Rows) -> None:
-        with exploring_in_modules():
-            if self._names is None:
-                results = self._call(*inputs, **self._options)
-            else:
-                results = self._call(**dict(zip(self._names, inputs, strict=True)), **self._options)
+        if self._names is None:
+            results = self._explored(*inputs, **self._options)
+        else:
+            results = self._explored(**dict(zip(self._names, inputs, strict=True)), **self._options)
         if isinstance(results, Tensor):
             results = (results,)
         elif not isinstance(results, tuple):
@@ -178,6 +209,38 @@ class TorchStage(Stage):
                 if not isinstance(result, Tensor):
                     raise PolicyError(f"The policy returned {type(result).__name__} for {key!r}; it must be a tensor.")
                 outputs.put(key, result, "The policy")
+
+
+class DistributionStage(Stage):
+    """Draws from a distribution that is not known: put together and asked as its module does, without the rest."""
+
+    def __init__(self, part: ProbabilisticTensorDictModule, params: Mapping[str, Tensor], outputs: Rows) -> None:
+        """Give the rows `params`, by name, to the distribution of `part`; what is drawn goes to `outputs`."""
+        self._part, self._params, self._outputs = part, params, outputs
+        self._keys = [as_key(key) for key in part.out_keys]  # the sample, and how likely it was
+
+    def begin(self, steps: int, generator: torch.Generator | None) -> None:
+        """Take the settings as they are now."""
+        kwargs = self._part.distribution_kwargs
+        self._settings = {} if kwargs is None else dict(kwargs.items())
+
+    def run(self, t: int) -> None:
+        """Draw."""
+        self._run(self._params, self._outputs)
+
+    def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
+        """Draw for some lanes."""
+        dims = len(self._outputs.batch_size)
+        some = _gather(self._outputs, self._keys, lanes)
+        self._run({name: row.flatten(0, dims - 1)[lanes] for name, row in self._params.items()}, some)
+        _scatter(some, self._outputs, lanes)
+
+    def _run(self, params: Mapping[str, Tensor], outputs: Rows) -> None:
+        distribution = self._part.distribution_class(**params, **self._settings)
+        drawn = distribution.rsample() if distribution.has_rsample else distribution.sample()
+        outputs.put(self._keys[0], drawn, "The policy")
+        if len(self._keys) > 1:
+            outputs.put(self._keys[1], distribution.log_prob(drawn), "The policy")
 
 
 class TensorDictStage(Stage):
@@ -210,6 +273,10 @@ class TensorDictStage(Stage):
         self._has_kept = np.zeros(outputs.lanes, bool)
         self._device = device
         self._is_here = device is None or all(tensor.device == device for tensor in present.tensors.values())
+
+    def begin(self, steps: int, generator: torch.Generator | None) -> None:
+        """Find out once how modules are called here."""
+        self._explored = as_explored(self._call)
 
     def run(self, t: int) -> None:
         """Call the policy and keep what it promised."""
@@ -250,9 +317,10 @@ class TensorDictStage(Stage):
             request = trusted(entries, outputs.batch_size, self._device)
         else:
             request = TensorDict(nest(entries), outputs.batch_size, device=self._device)
-        answer = ask(self._call, request)
+        answer = checked_answer(self._explored(request))
+        found = dict(answer.items())  # a TensorDict takes its time for each question
         for key in self._keys:
-            value = answer.get(key, None)
+            value = found.get(key) if isinstance(key, str) else answer.get(key, None)
             if value is None:
                 raise PolicyError(
                     f"The policy wrote {'/'.join(as_path(key))!r} in its first call, but not in this one."
@@ -304,8 +372,11 @@ def _scatter(some: Rows, rows: Rows, lanes: np.ndarray) -> None:
 
 def ask(call: Callable[[TensorDictBase], object], request: TensorDictBase) -> TensorDictBase:
     """The answer of a policy that takes a TensorDict."""
-    with exploring_in_modules():
-        answer = call(request)
+    return checked_answer(as_explored(call)(request))
+
+
+def checked_answer(answer: object) -> TensorDictBase:
+    """The answer, if it is one."""
     if not isinstance(answer, TensorDictBase):
         raise PolicyError(
             f"The policy was called with a TensorDict and returned {type(answer).__name__}; it must return the "

@@ -25,7 +25,7 @@ class FrameBudget:
     @property
     def is_spent(self) -> bool:
         """Whether nothing is left."""
-        return not self.is_endless and self.spent >= self.total
+        return 0 <= self.total <= self.spent
 
     def steps(self, wanted: int, lanes: int | None = None, begun: int = 0) -> int:
         """How many of `wanted` steps, of all lanes or so many, may still be made; `begun` frames are under way."""

@@ -68,7 +68,7 @@ class BufferWriter:
 
     def _laid_out(self, columns: dict[Key, Tensor], steps: int) -> dict[Key, Tensor]:
         """Columns `[N, T, ...]` with the dimensions that the buffer has for frames."""
-        shape = (-1,) if self.is_flat else (*self._lanes, steps)
+        shape = (math.prod(self._lanes) * steps,) if self.is_flat else (*self._lanes, steps)
         return {key: column.reshape(*shape, *column.shape[2:]) for key, column in columns.items()}
 
     def write_batch(self, batch: TensorDictBase) -> None:

@@ -25,13 +25,13 @@ from swath.envs import EnvBase, OwnPaceEnv, as_env
 from swath.errors import ClosedError, suggestion
 from swath.keys import POLICY_ID, STEP_COUNT
 from swath.modules import PolicyClientModule, RandomPolicy, as_policy
+from swath.modules.stages import StageName
 from swath.rollout.as_ready import AsReadyLoop
 from swath.rollout.buffer_writer import BufferWriter
 from swath.rollout.engine_settings import EngineSettings
 from swath.rollout.loop import Interruptor, Receipt, RolloutLoop
 from swath.rollout.randomness import Randomness
 from swath.rollout.slots import Arena, Slot, batch_of
-from swath.runtime import compiler
 from swath.runtime.columns import Columns
 from swath.runtime.paths import follow
 
@@ -128,12 +128,8 @@ class Engine:
         return policy
 
     def _as_called(self, policy: Any) -> Any:
-        """The policy as the loop calls it: compiled or recorded as a CUDA graph, if so asked."""
-        compiled, graph = self.settings.compile_policy, self.settings.cudagraph_policy
-        if compiled:
-            compiler.make_ready()
-            policy = torch.compile(policy, **(compiled if isinstance(compiled, Mapping) else {}))
-        if graph:
+        """The policy as the loop calls it: recorded as a CUDA graph, if so asked."""
+        if graph := self.settings.cudagraph_policy:
             from tensordict.nn import CudaGraphModule
 
             policy = CudaGraphModule(policy, **(graph if isinstance(graph, Mapping) else {}))
@@ -331,9 +327,9 @@ class Engine:
         return self._loop.pace(reset) if isinstance(self._loop, AsReadyLoop) else {}
 
     @property
-    def policy_stages(self) -> list[str]:
-        """How the policy ran in the last batch."""
-        return self._loop.policy.stages
+    def policy_stages(self) -> list[StageName]:
+        """How the policy ran in the last batch; before the first, how it will run."""
+        return self._loop.policy_stages
 
     # -- weights -----------------------------------------------------------------------------------------------
 
@@ -363,8 +359,9 @@ class Engine:
     def own_policy(self) -> None:
         """Act with a copy of the policy that was given, if it is that very object."""
         if self.policy is self.given_policy and isinstance(self.policy, nn.Module):
-            self.policy = copy.deepcopy(self.policy)
-            self._loop.policy.exchange(self._as_called(self.policy))
+            own = copy.deepcopy(self.policy)
+            self._loop.policy.exchange(self._as_called(own))
+            self.policy = own  # last: if this is interrupted, it is done again
 
     # -- state -------------------------------------------------------------------------------------------------
 

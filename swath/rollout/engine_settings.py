@@ -29,7 +29,6 @@ class EngineSettings(LoopSettings):
     reset_at_each_iter: bool = False
     pre_collect_hook: Callable[[], Any] | None = None
     post_collect_hook: Hook | None = None
-    compile_policy: bool | Mapping[str, Any] | None = None
     cudagraph_policy: bool | Mapping[str, Any] | None = None
     shares_policy: bool = False
     replay_buffer: Any = None

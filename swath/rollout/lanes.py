@@ -133,19 +133,19 @@ class Lanes:
 
     def have_restarted(self, lanes: Sequence[int], forgotten: Sequence[int]) -> None:
         """The env has begun new episodes in `lanes`. Of the old ones in `forgotten`, nothing is left to be counted."""
-        self._have_begun(lanes)
         self.ids.renew(forgotten)
         self.meter.forget(list(forgotten))
+        self._have_begun(lanes)
 
     def _begin(self, lanes: Sequence[int]) -> None:
         self.env.reset_into(lanes, self.out)
         self._have_begun(lanes)
 
     def _have_begun(self, lanes: Sequence[int]) -> None:
-        self.env.stepped_by = self
         if self.limit is not None:
             self._ages[list(lanes)] = 0
         self._set_init(lanes)
+        self.env.stepped_by = self  # last, see `restart`
 
     def _set_init(self, lanes: Sequence[int]) -> None:
         """Zero the recurrent state of `lanes` and mark them as beginning."""

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from tensordict.nn import InteractionType, set_interaction_type
+from tensordict.nn import InteractionType
 
+from swath.entries import NoGrad
 from swath.envs.base import FLAG, EnvBase
 from swath.envs.rows import Leaf, Rows
 from swath.errors import NotANumberWarning
@@ -36,8 +37,9 @@ from swath.keys import (
     after,
     is_private,
 )
-from swath.modules.exploration import ExploringHere
+from swath.modules.exploration import ExploringHere, exploring
 from swath.modules.policy import PolicyRunner
+from swath.modules.stages import StageName
 from swath.rollout.lanes import Lanes
 from swath.rollout.randomness import Randomness
 from swath.rollout.slots import Slot
@@ -71,6 +73,7 @@ class LoopSettings:
     interruptor: Interruptor | None = None
     fast_policy: bool = True
     opaque_policy: bool = False
+    compile_policy: bool | Mapping[str, Any] | None = None
     min_ready: int = 1
     """Envs at their own pace: for how many to wait before the policy acts,"""
     max_ready: int | None = None
@@ -122,8 +125,8 @@ class RolloutLoop:
         self.was_stopped = False
         """Whether the interruptor has ended the last slot."""
         kind = settings.exploration
-        self._explores = nullcontext() if kind is None else set_interaction_type(kind)
-        self._no_grad = torch.no_grad()
+        self._explores: AbstractContextManager[Any] = nullcontext() if kind is None else exploring(kind)
+        self._no_grad = NoGrad()
         self.randomness = Randomness(settings.policy_device)
         self.lanes = Lanes(env, limit=settings.max_frames_per_traj, worker=settings.worker)
         with self._explores:
@@ -134,6 +137,7 @@ class RolloutLoop:
                 device=settings.policy_device,
                 fast=settings.fast_policy,
                 opaque=settings.opaque_policy,
+                compiled=settings.compile_policy,
             )
         self.lanes.attach(self.policy.state, self.policy.outputs)
         self.leaves = self._leaves()
@@ -185,6 +189,12 @@ class RolloutLoop:
             receipt = self._complete(slot, steps, has_ended)
         self.stats.timings.add(in_env, in_policy, perf_counter() - begun)
         return receipt
+
+    @property
+    def policy_stages(self) -> list[StageName]:
+        """How the policy ran in the last slot; before the first, how it will run."""
+        with torch.no_grad(), nullcontext() if self.policy.has_acted else self._explores:
+            return self.policy.stages
 
     # -- the layout --------------------------------------------------------------------------------------------
 

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from swath.entries import Mould, trainable, trusted
 from swath.keys import Key
-from swath.runtime.carrier import Place
-from swath.runtime.columns import Columns
+from swath.runtime.columns import Columns, Place
 from swath.runtime.descriptors import is_scarce
 
 SPARE_SLOTS = 2

@@ -27,7 +27,7 @@ import cloudpickle
 import torch
 
 from swath.keys import Key
-from swath.runtime.columns import Columns, Leaf
+from swath.runtime.columns import Columns, Leaf, Place
 from swath.runtime.faults import Failure
 from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore
 
@@ -35,21 +35,6 @@ EVERYTHING = 2**62
 """A ticket above all others: interrupts whatever is being done."""
 Topic = tuple[str, int | None]
 """What snapshots are of: a model, and the worker that they are for if it is one alone."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """A worker's part of leased memory: so many rows from `first_row` on.
-
-    On its way to another process the memory has a number, and comes along only the first time.
-    """
-
-    memory: Columns | None
-    first_row: int
-    rows: int
-    number: int = 0
-    forget: tuple[int, ...] = ()
-    """Numbers of memory that is no longer used."""
 
 
 # -- to a worker ---------------------------------------------------------------------------------------------------
@@ -72,6 +57,8 @@ class Question:
     request: object
     discards_work: bool = False
     """Whether orders that wait are forgotten before; they are not answered."""
+    asker: int = 0
+    """The thread that waits for the answer."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +145,17 @@ class Ended:
 News = Started | Finished | Answer | Failed | Warned | Ended
 
 # -- both sides ----------------------------------------------------------------------------------------------------
+
+
+class NotNowError(RuntimeError):
+    """Something cannot be answered just now: it is asked for again afterwards, unless that waits for the asker."""
+
+    def __init__(self, doing: str) -> None:
+        """While what is being done."""
+        super().__init__(
+            f"A collector or env was asked for something, as by a signal handler, that it cannot do while {doing}: let "
+            "the handler set a flag, and look at that afterwards."
+        )
 
 
 class Job(Protocol):
@@ -278,13 +276,13 @@ class Carrier(Protocol):
         """The indices of workers that have not ended. From any thread."""
 
     def is_stopped(self, index: int) -> bool:
-        """Whether the system has stopped the worker, as by SIGSTOP or a debugger."""
+        """Whether the system has stopped the worker, as by SIGSTOP or a debugger. From any thread."""
 
     def kill(self, index: int) -> None:
-        """End a worker at once; its end is reported as any other."""
+        """End a worker at once; its end is reported as any other. From any thread."""
 
     def pid(self, index: int) -> int:
-        """The process that the worker runs in."""
+        """The process that the worker runs in; 0 if it has none, or has just been stopped. From any thread."""
 
     def lease(self, leaves: Mapping[Key, Leaf], shape: Sequence[int], device: torch.device | None) -> Columns:
         """Memory for a batch."""

@@ -155,3 +155,18 @@ def tensor_of(array: np.ndarray, dtype: torch.dtype) -> Tensor:
     """The reverse of `array_of`."""
     tensor = torch.from_numpy(array)
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's part of leased memory: so many rows from `first_row` on.
+
+    On its way to another process the memory has a number, and comes along only the first time.
+    """
+
+    memory: Columns | None
+    first_row: int
+    rows: int
+    number: int = 0
+    forget: tuple[int, ...] = ()
+    """Numbers of memory that is no longer used."""

@@ -8,7 +8,8 @@ wait: `undisturbed`. Where other threads change the same things, a `Section` kee
 Both are short, and nobody waits in them for anybody else: a handler may call whatever it likes, because it is called
 while nothing is half done, and a thread that has to wait for a section waits for microseconds. Should a moment last
 all the same, as when a large buffer is saved, handlers no longer wait after `LONGEST_S`, but for those that would come
-while a moment is being entered or left.
+while a moment is being entered or left. A moment within another has its own time, which begins when nobody has to be
+waited for any more: a long one may be disturbed between such parts of it, and never in the middle of one.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Undisturbed:
     def __init__(self) -> None:
         self._depth = 0
         self._since = 0.0
+        self._outer: list[float] = []
+        """The same of the moments that this one is within."""
         self._before: dict[int, Any] = {}
         """The handlers in whose place ours stands."""
         self._held: list[int] = []
@@ -60,6 +63,8 @@ class Undisturbed:
             return
         if self._depth:
             self._depth += 1
+            self._outer.append(self._since)
+            self._since = time.monotonic()
             return
         self._since = time.monotonic()
         seen = list(map(_signal.getsignal, SIGNALS))
@@ -81,6 +86,7 @@ class Undisturbed:
             return
         self._depth -= 1
         if self._depth:
+            self._since = self._outer.pop()
             return
         for number, before in list(self._before.items()):
             if _signal.getsignal(number) == self._hold:
@@ -97,9 +103,15 @@ class Undisturbed:
             finally:
                 self.__enter__()
 
+    def renew(self) -> None:
+        """The moment begins only now: until now somebody else was waited for."""
+        if self._depth and threading.current_thread() is threading.main_thread():
+            self._since = time.monotonic()
+
     def forget(self) -> None:
         """In a forked child: whoever was in a moment is not there."""
         self._depth = min(self._depth, 1)
+        self._outer.clear()
         self._held.clear()
         self.__exit__()
 
@@ -118,8 +130,10 @@ class Section:
     def __enter__(self) -> None:
         undisturbed.__enter__()
         try:
-            while not self.lock.acquire(timeout=LONGEST_S):  # somebody is stuck in there
-                undisturbed.breathe()
+            if not self.lock.acquire(blocking=False):
+                while not self.lock.acquire(timeout=LONGEST_S):  # somebody is stuck in there
+                    undisturbed.breathe()
+                undisturbed.renew()
         except BaseException:
             undisturbed.__exit__()
             raise

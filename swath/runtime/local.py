@@ -10,15 +10,20 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import torch
 
 from swath.keys import Key
 from swath.runtime.board import Board
-from swath.runtime.carrier import Finished, Message, News, Order, Place, Subscribe, Task, Topic
-from swath.runtime.columns import Columns, Leaf
+from swath.runtime.carrier import Finished, Message, News, Order, Subscribe, Task, Topic
+from swath.runtime.columns import Columns, Leaf, Place
 from swath.runtime.session import Session
 from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore
+from swath.runtime.work import Work
+
+W = TypeVar("W", bound=Work)
 
 
 class LocalLink:
@@ -53,7 +58,7 @@ class LocalLink:
         return place.memory.part(place.first_row, place.first_row + place.rows)
 
     def finish(self, order: Order, receipt: object) -> None:
-        self.to_pool.append(Finished(order.ticket, receipt))
+        self.send(Finished(order.ticket, receipt))
 
 
 class LocalCarrier:
@@ -69,6 +74,8 @@ class LocalCarrier:
         self.unreported_steps = board.unreported_steps
         self._links: dict[int, LocalLink] = {}
         self._sessions: dict[int, Session] = {}
+        self.is_at_work = False
+        """Whether a worker has begun to work, and whoever lets it answer a question has come in between."""
 
     def start(self, index: int, task: Task) -> None:
         self.stop(index)
@@ -98,18 +105,50 @@ class LocalCarrier:
             if timeout_s > 0:
                 session.step(wait=False)
             else:
-                session.answer_questions()
+                session.answer_questions(self.is_at_work)
         return True
 
     @property
     def has_mail(self) -> bool:
         """Whether anything but orders waits to be seen to, on either side."""
-        waiting = [session.has_questions() for session in self._sessions.values()]
-        return any(waiting) or any([link.to_pool for link in self._links.values()])
+        for index, session in list(self._sessions.items()):
+            if session.has_questions() or self._links[index].to_pool:
+                return True
+        return False
 
-    def work(self, index: int, order: Order) -> object:
-        """Let a worker do an order now, in this thread; its receipt."""
-        return self._sessions[index].perform(order)
+    def let_work(
+        self,
+        outstanding: Mapping[int, deque[W]],
+        lock: AbstractContextManager[bool],
+        finish: Callable[[int, int, object], None],
+    ) -> None:
+        """Let each worker do the first that is `outstanding` of its work, in this thread; `finish` it with the lock."""
+        self.is_at_work = True
+        try:
+            for index in self.workers:
+                works = outstanding[index]
+                if works and index in self._sessions:  # else a signal handler has just stopped it
+                    self._work(works, works[0], lock, finish)
+        finally:
+            self.is_at_work = False
+
+    def _work(
+        self,
+        works: deque[W],
+        work: W,
+        lock: AbstractContextManager[bool],
+        finish: Callable[[int, int, object], None],
+    ) -> None:
+        try:
+            receipt = self._sessions[work.index].perform(Order(work.ticket, work.request, work.place))
+        except BaseException:
+            work.is_over = work.is_lost = True
+            with lock:
+                if works and works[0] is work:
+                    works.popleft()
+            raise
+        with lock:
+            finish(work.index, work.ticket, receipt)
 
     def receive(self) -> list[tuple[int, News]]:
         news: list[tuple[int, News]] = []

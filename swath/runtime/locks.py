@@ -62,6 +62,8 @@ class ProcessLock:
         except BaseException:  # also an interrupt
             undisturbed.__exit__()
             raise
+        if time.monotonic() > deadline - timeout_s + LOOK_S:  # it was waited for
+            undisturbed.renew()
         self._depth += 1
 
     def _await_threads(self, deadline: float, timeout_s: float) -> None:
@@ -84,6 +86,10 @@ class ProcessLock:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
             undisturbed.breathe()
+
+    def _is_owned(self) -> bool:
+        """Whether this very thread has it: by the name that other locks have for it."""
+        return bool(self._threads._is_owned())  # type: ignore[attr-defined]
 
     def release(self) -> None:
         """Give the lock back."""

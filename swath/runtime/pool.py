@@ -25,6 +25,7 @@ from swath.runtime.carrier import (
     Failed,
     Finished,
     News,
+    NotNowError,
     Order,
     Question,
     Started,
@@ -77,9 +78,8 @@ class Pool(Generic[W]):
         """Of each worker that has given one."""
         self.unclaimed: deque[tuple[int, object]] = deque()
         """Workers, and their receipts of work that was forgotten meanwhile."""
-        self.restarts = 0
         self.failure: BaseException | None = None
-        self.is_closed = False
+        self.restarts, self.is_closed = 0, False
         self.supervision = supervision
         self.last_ticket = dict.fromkeys(range(workers), 0)
         """Of the last work that each worker was given."""
@@ -87,16 +87,17 @@ class Pool(Generic[W]):
         self._owner = owner
         self._doing, self._is_busy, self._heartbeat = doing, is_busy, pulse or carrier.heartbeat
         self._restarted: dict[int, int] = {}
-        self.replacements = Replacements()
+        self.replacements, self._clocks = Replacements(), WorkerClocks()
         self._dropped: set[int] = set()
-        self._restarting: dict[int, int] = {}  # workers that are just being replaced, and by which thread
+        # Workers that are just being replaced, by which thread, and those of them that the owner knows to be lost:
+        self._restarting, self._mourned = dict[int, int](), set[int]()
+        self._starter = 0  # the thread that is just starting a worker
         self._joining: dict[int, BaseException | None] = {}
         """Workers that were added later and are not ready yet, and what has kept them from it."""
         self._outstanding: dict[int, deque[W]] = {index: deque() for index in range(workers)}
         self._asked: dict[int, tuple[int, Question]] = {}
         self._answers: dict[int, Answer] = {}
         self._numbers = itertools.count(1)
-        self._clocks = WorkerClocks()
         self._stalled: set[int] = set()
         self._killed: dict[int, str] = {}
         """Why a worker was killed by us."""
@@ -157,15 +158,26 @@ class Pool(Generic[W]):
         self.carrier.stop(index)
         with self.section:
             self._dropped.add(index)
-            for number, (asked, _) in list(self._asked.items()):
-                if asked == index:
-                    self._asked.pop(number, None)
+            for number in [number for number, asked in list(self._asked.items()) if asked[0] == index]:
+                self._asked.pop(number, None)
             self._forget_work(index)
 
     def _forget_work(self, index: int, on_purpose: bool = False) -> None:
         for work in self._outstanding[index]:
             work.is_over, work.is_lost, work.is_given_up = True, True, on_purpose
         self._outstanding[index] = deque()  # another thread may be looking at the former
+        for work in [work for work in list(self.finished) if on_purpose and work.index == index]:
+            if self.take(work):
+                work.is_lost = work.is_given_up = True
+                self.unclaimed.append((index, work.receipt))
+
+    def take(self, work: W) -> bool:
+        """Take finished work; whether nobody else has. From any thread."""
+        try:
+            self.finished.remove(work)
+        except ValueError:
+            return False
+        return True
 
     def _start(self, index: int, replaces: bool) -> None:
         self.started.pop(index, None)
@@ -173,7 +185,13 @@ class Pool(Generic[W]):
         self._clocks.start(index)
         self._stalled.discard(index)
         self._killed.pop(index, None)
-        self.carrier.start(index, self._owner.task(index, replaces))
+        self._starter = threading.get_ident()
+        try:
+            self.carrier.start(index, self._owner.task(index, replaces))
+        finally:
+            self._starter = 0
+        if self.is_closed:  # meanwhile, and nobody has seen the new one
+            self.carrier.stop(index)
 
     def shutdown(self, timeout_s: float | None) -> None:
         """Stop all workers; see NOTE [Shutdown]."""
@@ -220,14 +238,15 @@ class Pool(Generic[W]):
         All answers together may take `timeout_s`. `what` says in messages what is asked for; `discards_work` tells
         whether work that waits is forgotten before.
         """
+        is_making = discards_work and self.carrier.is_local and self._turns.is_mine  # perhaps what would be discarded
+        if is_making or self._starter == threading.get_ident():
+            raise NotNowError(f"this very thread makes a batch of {self.name}, or starts a worker")
         asked: dict[int, int] = {}
         deadline = time.monotonic() + timeout_s
         try:
-            for index, request in requests.items():
-                question = Question(next(self._numbers), request, discards_work)
-                with self.section:
-                    if index in self._dropped:
-                        continue
+            with self.section:  # all at once: what others issue is done before it by every worker, or after it
+                for index in [index for index in requests if index not in self._dropped]:
+                    question = Question(next(self._numbers), requests[index], discards_work, threading.get_ident())
                     if discards_work:
                         self._forget_work(index, on_purpose=True)
                     asked[question.number] = index
@@ -262,30 +281,12 @@ class Pool(Generic[W]):
                 self._here.wait(0.0)
                 self._take_in()
             if is_first and works:  # otherwise it would begin its next work within the one that it is at
-                self._let_work(self._here)
+                self._here.let_work(self._outstanding, self.section.lock, self.finish)
             return
         if self._inbox or self._clocks.wait(self.carrier.wait, self.replacements.patience_s(timeout_s)):
             self._take_in()
         self._replace_failed()
         self._look_for_stalls()
-
-    def _let_work(self, carrier: LocalCarrier) -> None:
-        """Each local worker does the first piece of work that it has, in this thread."""
-        for index in carrier.workers:
-            works = self._outstanding[index]
-            if not works:
-                continue
-            work = works[0]
-            try:
-                receipt = carrier.work(index, Order(work.ticket, work.request, work.place))
-            except BaseException:
-                work.is_over = work.is_lost = True
-                with self.section.lock:
-                    if works and works[0] is work:
-                        works.popleft()
-                raise
-            with self.section.lock:
-                self.finish(index, work.ticket, receipt)
 
     def _take_in(self) -> None:
         """See to all news. If that raises, as warnings may, what is left waits for the next call."""
@@ -321,9 +322,8 @@ class Pool(Generic[W]):
                     self.fail(index, news.failure.error(f"{place} while {news.doing}."))
                 case Ended():
                     self._forget_news(index)
-                    cause = self._killed.pop(index, "") or news.cause
-                    pid, doing = self.carrier.pid(index), self._activity(index)
-                    self.fail(index, WorkerDiedError("Worker", index, pid, news.exitcode, doing, cause))
+                    pid, cause = self.carrier.pid(index), self._killed.pop(index, "") or news.cause
+                    self.fail(index, WorkerDiedError("Worker", index, pid, news.exitcode, self._activity(index), cause))
 
     def _forget_news(self, index: int) -> None:
         """Nothing more is to be had of a worker that has ended; another may replace it."""
@@ -378,15 +378,8 @@ class Pool(Generic[W]):
         waiting = "a step or a call takes long" if index in self.started else "it is making its env and policy"
         state = waiting if self._doing is None else self._doing(index)
         state = "it is stopped (SIGSTOP or a debugger)" if self.carrier.is_stopped(index) else state
-        limit, digits = self.supervision.stall_timeout_s, 0 if seconds > 10 else 1
-        outlook = "Waiting goes on" if limit is None else f"It is killed after stall_timeout_s={limit:g}"
-        warnings.warn(
-            f"Worker {index} (pid {self.carrier.pid(index)}) of {self.name} has made no step for "
-            f"{seconds:.{digits}f} s: {state}. {outlook}; stall_warning_s={self.supervision.stall_warning_s:g} "
-            "says when to warn.",
-            StallWarning,
-            stacklevel=4,
-        )
+        who = f"Worker {index} (pid {self.carrier.pid(index)}) of {self.name}"
+        warnings.warn(self.supervision.stall_text(who, seconds, state), StallWarning, stacklevel=4)
 
     # -- failures ----------------------------------------------------------------------------------------------
 
@@ -418,8 +411,10 @@ class Pool(Generic[W]):
         return self._replace_failed()
 
     def _replace_failed(self) -> None:
-        for index, error in self.replacements.due():
-            with undisturbed:
+        if not self.replacements:
+            return
+        with undisturbed:  # from the moment on in which it is no longer planned
+            for index, error in self.replacements.due():
                 self._restarting[index] = threading.get_ident()
                 try:
                     self._restart(index, error)
@@ -429,18 +424,20 @@ class Pool(Generic[W]):
                     raise
 
     def _restart(self, index: int, error: BaseException) -> None:
-        self._owner.lost(index)
-        self._restarted[index] = self._restarted.get(index, 0) + 1
-        self.restarts += 1
+        if index not in self._mourned:  # else this was interrupted, and is done again
+            self._mourned.add(index)
+            self._owner.lost(index)
+            self._restarted[index] = self._restarted.get(index, 0) + 1
+            self.restarts += 1
         self._start(index, replaces=True)
         self._owner.restarted(index)
         with self.section:
-            del self._restarting[index]
-            for asked, question in list(self._asked.values()):
-                if asked == index:
-                    self.carrier.send(index, question)
+            for question in [question for asked, question in list(self._asked.values()) if asked == index]:
+                self.carrier.send(index, question)
             for work in self._outstanding[index]:
                 self.carrier.send(index, Order(work.ticket, work.request, work.place))
+            self._mourned.discard(index)
+            del self._restarting[index]
         count = f"{self._restarted[index]} of {self.supervision.max_restarts}"
         summary = f"Worker {index} of {self.name} is restarted ({count}): {type(error).__name__}: {error}"
         warnings.warn(summary, WorkerRestartedWarning, stacklevel=5)

@@ -20,9 +20,9 @@ import torch
 from swath.errors import ChannelClosedError
 from swath.keys import Key
 from swath.runtime.board import Board
-from swath.runtime.carrier import Ended, Finished, Message, News, Order, Place, Stop, Subscribe, Task, Topic
+from swath.runtime.carrier import Ended, Finished, Message, News, Order, Stop, Subscribe, Task, Topic
 from swath.runtime.channel import Channel
-from swath.runtime.columns import Columns, Leaf
+from swath.runtime.columns import Columns, Leaf, Place
 from swath.runtime.interrupts import Section
 from swath.runtime.process import START_S, Process, end_all, start
 from swath.runtime.session import Session
@@ -175,13 +175,14 @@ class ProcessCarrier:
         return [index for index, one in self._processes.items() if not one.channel.has_ended and one.is_alive]
 
     def is_stopped(self, index: int) -> bool:
-        return self._processes[index].is_stopped
+        return (process := self._processes.get(index)) is not None and process.is_stopped
 
     def kill(self, index: int) -> None:
-        self._processes[index].signal(9)
+        if (process := self._processes.get(index)) is not None:
+            process.signal(9)
 
     def pid(self, index: int) -> int:
-        return self._processes[index].pid
+        return 0 if (process := self._processes.get(index)) is None else process.pid
 
     # -- data and weights ----------------------------------------------------------------------------------------
 

@@ -8,11 +8,25 @@ one.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from typing import NoReturn
 
 from swath.errors import ChannelClosedError
-from swath.runtime.carrier import Answer, Failed, Link, Message, Order, Packed, Question, Started, Stop, Subscribe, Task
+from swath.runtime.carrier import (
+    Answer,
+    Failed,
+    Link,
+    Message,
+    NotNowError,
+    Order,
+    Packed,
+    Question,
+    Started,
+    Stop,
+    Subscribe,
+    Task,
+)
 from swath.runtime.channel import pack
 from swath.runtime.faults import Failure
 from swath.runtime.interrupts import undisturbed
@@ -46,36 +60,57 @@ class Session:
     def step(self, *, wait: bool) -> bool:
         """Do the next thing, if there is one or with `wait` when there is; whether more may come."""
         try:
-            message = self._next(wait)
+            is_there = self._has_next(wait)
         except Exception as error:  # what the parent can import, a worker may not
             self._fail(error, "reading a message")
-        return message is None or self._do(message)
-
-    def _do(self, message: Message) -> bool:
-        """See to a message; whether more may come."""
-        match message:
-            case Stop():
-                return False
-            case Order():
-                self._work(message)
-            case Question():
-                self._answer(message)
-            case Subscribe(topic=topic, snapshots=snapshots):
-                self.job.subscribe(topic, snapshots)
+        if is_there and self._control:
+            return self._see_to(self._control[0])
+        if self._orders:  # a signal handler may just have discarded them
+            self._work(self._orders.popleft())
         return True
 
-    def answer_questions(self) -> None:
-        """See to all questions that have come, and to no order: an order may be under way."""
-        while self.has_questions():
-            self._do(self._control.popleft())
+    def _see_to(self, message: Message, within_work: bool = False) -> bool:
+        """See to what is no order; whether more may come.
 
-    def _next(self, wait: bool) -> Message | None:
+        If that is interrupted it stays to be seen to: others wait for it, unless it is the asker who was interrupted;
+        or work was discarded for it.
+        """
+        try:
+            if message not in self._control:  # who has come in between has seen to it
+                return True
+            if within_work and isinstance(message, Question) and message.discards_work:
+                return True  # it waits for the end of what it discards
+            self._control.remove(message)
+            match message:
+                case Stop():
+                    return False
+                case Question():
+                    self._answer(message)
+                case Subscribe(topic=topic, snapshots=snapshots):
+                    self.job.subscribe(topic, snapshots)
+        except BaseException as error:
+            is_interrupt = not isinstance(error, Exception) and message not in self._control
+            is_vain = (
+                isinstance(message, Question) and message.asker == threading.get_ident() and not message.discards_work
+            )
+            if is_interrupt and not is_vain:
+                self._control.appendleft(message)
+            raise
+        return True
+
+    def answer_questions(self, within_work: bool = False) -> None:
+        """See to all questions that have come, and to no order; some have to wait if this is within one."""
+        self.has_questions()
+        for message in list(self._control):
+            self._see_to(message, within_work)
+
+    def _has_next(self, wait: bool) -> bool:
         while not self.has_questions() and not self._orders:
             if not wait:
-                return None
+                return False
             self.job.idle()
             self._take_in(wait=True)
-        return self._control.popleft() if self._control else self._orders.popleft()
+        return True
 
     def has_questions(self) -> bool:
         """Whether something is to be seen to before the next order."""
@@ -109,6 +144,11 @@ class Session:
             value = self.job.answer(question.request)
             if not is_local:
                 value = Packed(pack(value, by_value=True)[0])
+        except NotNowError as error:
+            if question.asker != threading.get_ident():
+                self._control.append(question)  # it is answered when the order is done
+            else:  # a signal handler, for whose end that waits
+                self._link.send(Answer(question.number, failure=error))
         except Exception as error:
             self._link.send(Answer(question.number, failure=error if is_local else Failure.of(error)))
         else:

@@ -41,6 +41,15 @@ class Supervision:
     stall_timeout_s: float | None = None
     start_timeout_s: float = 300.0
 
+    def stall_text(self, who: str, seconds: float, state: str) -> str:
+        """That a worker has not moved for so long, in words."""
+        limit, digits = self.stall_timeout_s, 0 if seconds > 10 else 1
+        outlook = "Waiting goes on" if limit is None else f"It is killed after stall_timeout_s={limit:g}"
+        return (
+            f"{who} has made no step for {seconds:.{digits}f} s: {state}. {outlook}; "
+            f"stall_warning_s={self.stall_warning_s:g} says when to warn."
+        )
+
 
 class Owner(Protocol):
     """Whose workers they are."""

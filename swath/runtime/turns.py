@@ -40,8 +40,14 @@ class Turns:
             if is_first:
                 with self._lock:
                     self._attendant = 0
-                    while self._waiting:
-                        self._waiting.popleft().release()
+                    waiting, self._waiting = self._waiting, deque()  # a signal handler may come in between
+                    for one in waiting:
+                        one.release()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this very thread is at it, and the caller has come in between."""
+        return self._attendant == threading.get_ident() and self._is_attended()
 
     def _is_attended(self) -> bool:
         """Whether the attendant is at it: an interrupt may have torn it away before it could say that it leaves."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swath.runtime.carrier import Place
+from swath.runtime.columns import Place
 
 
 @dataclass(eq=False)

@@ -18,8 +18,8 @@ import torch
 
 from swath.keys import Key
 from swath.runtime import carrier as protocol
-from swath.runtime.carrier import Answer, Carrier, Ended, Failed, Finished, News, Order, Place, Started, Topic
-from swath.runtime.columns import Leaf
+from swath.runtime.carrier import Answer, Carrier, Ended, Failed, Finished, News, Order, Started, Topic
+from swath.runtime.columns import Leaf, Place
 from swath.runtime.faults import Failure
 from swath.runtime.snapshots import SnapshotContents
 from swath.testing.trial_worker import Trial, TrialTask
@@ -131,11 +131,19 @@ class CarrierConformance:
             self.carrier.stop(0)
             assert self.carrier.workers == self.carrier.alive() == [1]
             self._order(0, Trial())
+            self._look_at(0)
         self._hear(1, Finished, ticket)
         for _ in range(2):
             self.carrier.shutdown(5.0)
             assert self.carrier.workers == self.carrier.alive() == []
+            self._look_at(1)
         assert self._report(1) == (1, ticket)
+
+    def _look_at(self, index: int) -> None:
+        """As another thread may at a worker that was just stopped."""
+        assert not self.carrier.is_stopped(index)
+        assert self.carrier.pid(index) >= 0
+        self.carrier.kill(index)
 
     def test_a_failure_ends_the_worker(self) -> None:
         """What it was is heard before its end."""

@@ -13,12 +13,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.testing  # now: a signal handler could come in between when it is first used
 from tensordict import TensorDictBase
 
 from swath.data.episodes import find_pieces
 from swath.keys import DONE, MASK, NEXT, POLICY_VERSION, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, after
 from swath.testing.checks import LANE, ONE_STEP, STEP, counted
 from swath.testing.counting import length_of
+from swath.testing.stress import MARK, processes
 
 ACTED = "acted"
 """The least and the greatest of the weights that acted, which are all the same."""
@@ -123,6 +125,10 @@ class Watchdog:
                 if (now := time.monotonic()) > deadline:
                     print(f"HANGS: {name}, for {now - since:.0f} s, in thread 0x{thread:x}", flush=True)
                     faulthandler.dump_traceback(sys.stdout)
+                    for pid in processes(os.environ.get(MARK, "")):
+                        with contextlib.suppress(OSError):  # it has ended
+                            state, place = (Path(f"/proc/{pid}/{name}").read_text() for name in ("stat", "wchan"))
+                            print(f"{pid}: {state.rpartition(')')[2].split()[:2]} {place}", flush=True)
                     os._exit(3)
 
 

@@ -57,6 +57,7 @@ class Round:
         self.counts: collections.Counter[str] = collections.Counter()
         self.findings: list[str] = []
         self.over = threading.Event()
+        self.former = 0  # frames that a collector before the present one had collected and nobody has got
         self.pids, self.forks = set[int](), set[int]()
         self.values = itertools.count(1)
         self.agents: list[threading.Thread] = []
@@ -206,6 +207,8 @@ class Round:
                 torch.save(self.collector.state_dict(), file)
                 if self.buffer is not None:
                     self.buffer.dumps(folder)
+                stats = self.collector.stats()
+                self.former = stats["dropped_frames"] + stats["lost_frames"]
             self._shut_down()
             state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
             if buffer is not None:
@@ -438,7 +441,7 @@ class Round:
         there = self.ledger.frames if self.buffer is None else self._check_written(self.buffer)
         frames, text = stats["frames"], f"{there} frames are there; {stats}"
         if self.plan.options["trajs_per_batch"]:
-            told = there + stats["dropped_frames"] + stats["pending_frames"] + stats["lost_frames"]
+            told = there + stats["dropped_frames"] + stats["pending_frames"] + stats["lost_frames"] + self.former
             assert told >= frames, text
             assert told == frames or counts["set_seed"] or counts["kill"] or counts["restore"], text
         else:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from swath.errors import DoesNotFitError
+from swath.runtime import undisturbed
 from swath.runtime.carrier import Carrier, Topic
 from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore, Values
 from swath.weights.sources import WeightLayout, load_weights
@@ -33,11 +34,12 @@ class Publisher:
         return model_id in self._layouts
 
     def add(self, model_id: str, layout: WeightLayout, workers: Iterable[int]) -> None:
-        """Make a store for a model, and let the workers take from it."""
-        self._stores[model_id, None] = self._open(layout.contents)
-        self._layouts[model_id] = layout
-        for worker in workers:
-            self._carrier.subscribe(worker, (model_id, None), self._stores[model_id, None])
+        """Make a store for a model, and let the workers take from it: all of that, or nothing."""
+        with undisturbed:
+            store = self._stores[model_id, None] = self._open(layout.contents)
+            for worker in workers:
+                self._carrier.subscribe(worker, (model_id, None), store)
+            self._layouts[model_id] = layout
 
     def _open(self, contents: SnapshotContents) -> SnapshotStore:
         store = self._carrier.open_snapshots(contents)

@@ -20,8 +20,8 @@ import cloudpickle
 
 from swath.errors import ChannelClosedError
 from swath.runtime.board import Board
-from swath.runtime.carrier import EVERYTHING, Ended, Finished, Message, News, Order, Place, Stop, Subscribe, Task, Topic
-from swath.runtime.columns import Columns
+from swath.runtime.carrier import EVERYTHING, Ended, Finished, Message, News, Order, Stop, Subscribe, Task, Topic
+from swath.runtime.columns import Columns, Place
 from swath.runtime.session import Session
 from swath.runtime.snapshots import SnapshotContents, Snapshots, Values
 

@@ -350,15 +350,6 @@ def test_policy_version_requests_are_equal() -> None:
     assert PolicyVersion() == PolicyVersion()
 
 
-def test_the_stages_tell_how_a_policy_ran(make: Make) -> None:
-    collector = make(None, torch.nn.Sequential(torch.nn.Linear(3, 2)))
-    collector.next()
-    assert collector.policy_stages == ["MLPStage"]
-    slow = make(None, lambda td: td.set("action", torch.tensor([1, 0])))
-    slow.next()
-    assert slow.policy_stages == ["TensorDictStage"]
-
-
 @over([ASYNC_HERE])
 def test_how_many_batches_of_different_sizes_there_will_be_is_not_known(make: Make) -> None:
     with pytest.raises(TypeError):

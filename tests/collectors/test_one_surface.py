@@ -82,6 +82,18 @@ def test_reset_of_what_is_not_there_is_refused(make: Make, kind: Kind) -> None:
             make().reset([0])
 
 
+@over(EVERY)
+def test_the_stages_tell_how_a_policy_runs_and_what_is_slow(make: Make) -> None:
+    collector = make(None, actor())
+    for _ in range(2):  # before the first batch, and behind it
+        assert collector.policy_stages == ["MLPStage", "CategoricalStage"]
+        assert repr(collector.policy_stages) == "['MLPStage', 'CategoricalStage']"
+        collector.next()
+    told = make(None, lambda td: td.set("action", td["observation"][..., :2])).policy_stages
+    assert told == ["TensorDictStage"]
+    assert "function is called as a whole: it is none of tensordict's modules" in repr(told)
+
+
 @pytest.mark.parametrize("tracked", [None, False, PolicyVersion()], ids=["default", "off", "on"])
 @over(HERE)
 def test_the_version_is_a_number_whether_frames_carry_it_or_not(make: Make, tracked: Any) -> None:

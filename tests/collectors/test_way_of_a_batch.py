@@ -21,7 +21,7 @@ WAY = [
     ("delivery.py", "next"),
     ("pool.py", "issue"),
     ("pool.py", "attend"),
-    ("local.py", "work"),
+    ("local.py", "let_work"),
     ("session.py", "perform"),
     ("worker.py", "work"),
     ("engine.py", "collect"),

@@ -116,7 +116,7 @@ def test_probabilistic_actors(name: str, kind: ExplorationType) -> None:
 def test_what_else_a_distribution_is_given_keeps_the_module_in_charge() -> None:
     policy = continuous(peer.TanhNormal, {"low": -2.0, "high": 2.0, "tanh_loc": True})
     collector, batch = begun(policy, "Pendulum-v1")
-    assert collector.policy_stages == ["MLPStage", "TensorDictStage"]
+    assert collector.policy_stages == ["MLPStage", "DistributionStage"]
     assert_same(batch["action_log_prob"], policy.get_dist(batch).log_prob(batch["action"]), 1e-3)
 
 

@@ -278,7 +278,7 @@ DETERMINISTIC = {
     "own forward": Case(lambda: module(OwnForward()), ("TorchStage",)),
     "plain module": Case(lambda: mlp(CHOICES)),
     "plain module with own forward": Case(lambda: OwnForward(), ("TorchStage",)),
-    "two observations by name": Case(lambda: TwoInputs(), ("TorchStage",), observations=NESTED),
+    "two observations by name": Case(lambda: TwoInputs(), ("TracedStage",), observations=NESTED),
     "function of a tensor": Case(lambda: lambda x: x[..., :CHOICES].cos(), ("TorchStage",)),
     "function of two tensors": Case(
         lambda: lambda speed, place: place[..., :CHOICES] * speed[..., :1], ("TorchStage",), observations=NESTED
@@ -310,13 +310,13 @@ STOCHASTIC = {
     "categorical without log-prob": _discrete(lambda: discrete(return_log_prob=False)),
     "categorical that hides": _discrete(lambda: hiding(discrete(), "action", "action_log_prob")),
     "categorical of doubles": _discrete(
-        lambda: discrete(net=mlp(CHOICES).double()), "MLPStage", "TensorDictStage", observations=DOUBLE
+        lambda: discrete(net=mlp(CHOICES).double()), "MLPStage", "DistributionStage", observations=DOUBLE
     ),
     "categorical with probs": _discrete(
         lambda: ProbabilisticTensorDictSequential(
             module(nn.Sequential(mlp(CHOICES), nn.Softmax(-1)), "probs"), sampler(D.Categorical, "probs")
         ),
-        "TorchStage", "TensorDictStage",
+        "TorchStage", "DistributionStage",
     ),
     "normal": _continuous(lambda: continuous(D.Normal)),
     "normal with separate extractor": _continuous(separate_extractor, "MLPStage", "MLPStage", "NormalStage"),
@@ -332,17 +332,18 @@ STOCHASTIC = {
     ),
     "independent normal that looks at its parameters": _continuous(
         lambda: continuous(lambda loc, scale: D.Independent(D.Normal(loc, scale if loc.any() else scale * 2), 1)),
-        "MLPStage", "TensorDictStage",
+        "MLPStage", "DistributionStage",
     ),
     "independent normal of something else": _continuous(
-        lambda: continuous(lambda loc, scale: D.Independent(D.Normal(loc, scale * 2), 1)), "MLPStage", "TensorDictStage"
+        lambda: continuous(lambda loc, scale: D.Independent(D.Normal(loc, scale * 2), 1)),
+        "MLPStage", "DistributionStage",
     ),
     "tanh-normal": _continuous(lambda: continuous(), tolerance=2e-4),
     "tanh-normal between numbers": _continuous(
         lambda: continuous(distribution_kwargs={"low": -2.0, "high": 0.5}), tolerance=2e-4
     ),
     "tanh-normal between tensors": _continuous(lambda: continuous(distribution_kwargs=ENDS), tolerance=2e-4),
-    "composite": Case(composite, ("MLPStage", "MLPStage", "TensorDictStage"), MIXED),
+    "composite": Case(composite, ("MLPStage", "MLPStage", "CompositeStage"), MIXED),
 }  # fmt: skip
 """The tolerance of the squashed ones is for reading the unsquashed value off an action in single precision."""
 

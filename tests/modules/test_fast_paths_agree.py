@@ -33,7 +33,7 @@ def test_a_batch_holds_what_the_module_gives(case: zoo.Case, way: str) -> None:
     expected = {"fast": case.stages, "trusted": ("TensorDictStage",)}
     if way in expected:
         assert zoo.stages_of(collector) == expected[way]
-    assert way == "fast" or set(zoo.stages_of(collector)) <= {"TorchStage", "TensorDictStage"}
+    assert way == "fast" or set(zoo.stages_of(collector)) <= {"TorchStage", "DistributionStage", "TensorDictStage"}
 
 
 @pytest.mark.parametrize("batch_size", [(), (1,), (6,), (2, 3)], ids=str)
@@ -113,6 +113,17 @@ def test_a_large_network_is_left_to_torch() -> None:
     collector = Collector(zoo.WaveEnv(), zoo.discrete(net=wide), frames_per_batch=3)
     zoo.assert_agrees(collector.policy, collector.next())
     assert zoo.stages_of(collector) == ("TorchStage", "CategoricalStage")
+
+
+@pytest.mark.parametrize(("activation", "stage"), [(nn.Tanh, "MLPStage"), (nn.ReLU, "TorchStage")])
+def test_many_lanes_run_where_that_is_quicker(activation: Any, stage: str) -> None:
+    net = nn.Sequential(
+        nn.Linear(zoo.SIZE, 64), activation(), nn.Linear(64, 64), activation(), nn.Linear(64, zoo.CHOICES)
+    )
+    env = zoo.WaveEnv(lengths=[5] * 1024)
+    collector = Collector(env, zoo.discrete(net=net), frames_per_batch=2048)
+    assert zoo.stages_of(collector) == (stage, "CategoricalStage")
+    zoo.assert_agrees(collector.policy, collector.next())
 
 
 def test_large_weights_do_not_lose_the_fast_path() -> None:

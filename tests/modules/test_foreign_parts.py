@@ -160,7 +160,7 @@ REASONS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "known": (zoo.discrete, {}, []),
     "trusted": (zoo.discrete, {"opaque_policy": True}, ["as a whole: trust_policy=True"]),
     "asked for": (zoo.discrete, {"fast_policy": False}, ["Sequential is called: fast_policy=False", "fast_policy"]),
-    "own forward": (lambda: zoo.discrete(net=zoo.OwnForward()), {}, ["OwnForward is called: no small stack"]),
+    "own forward": (lambda: zoo.discrete(net=zoo.OwnForward()), {}, ["OwnForward is called: it is no small network"]),
     "hooks": (hooked, {}, ["Sequential is called: it has hooks inside"]),
     "foreign": (lambda: TensorDictSequential(zoo.discrete(), ValueHead()), {}, ["ValueHead is called: it takes"]),
     "distribution": (
@@ -173,9 +173,10 @@ REASONS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("name", REASONS)
 def test_a_plan_says_why_a_part_is_called(name: str) -> None:
     make, options, wanted = REASONS[name]
-    runner = RolloutLoop(zoo.WaveEnv(), make(), LoopSettings(**options)).policy
-    with torch.no_grad():
-        runner.begin(1, None)
-    assert len(runner.reasons) == len(wanted)
-    for reason, words in zip(runner.reasons, wanted, strict=True):
-        assert words in reason
+    stages = RolloutLoop(zoo.WaveEnv(), make(), LoopSettings(**options)).policy_stages
+    slow = [stage for stage in stages if stage.reason]
+    assert len(slow) == len(wanted)
+    for stage, words in zip(slow, wanted, strict=True):
+        assert words in stage.reason
+        assert repr(stage) == f"'{stage}' ({stage.reason})"
+    assert all(repr(stage) == f"'{stage}'" for stage in stages if stage not in slow)

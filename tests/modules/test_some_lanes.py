@@ -110,11 +110,26 @@ def assert_any_grouping_gives_the_same(play: Play, tolerance: float = 1e-5, rand
 
 @pytest.mark.parametrize("case", zoo.ZOO.values(), ids=zoo.ZOO.keys())
 def test_every_policy(case: zoo.Case) -> None:
-    draws_by_itself = case in zoo.STOCHASTIC.values() and case.stages[-1] == "TensorDictStage"
+    draws_by_itself = case in zoo.STOCHASTIC.values() and case.stages[-1] in ("DistributionStage", "TensorDictStage")
     with set_exploration_type(ExplorationType.DETERMINISTIC if draws_by_itself else ExplorationType.RANDOM):
         play = Play(case.make(), case.env(lengths=[1] * LANES))
         assert_any_grouping_gives_the_same(play, case.tolerance)
-        assert tuple(play.runner.stages) == case.stages
+        only_drawn = "DistributionStage"  # what is not drawn is left to the module
+        assert tuple(s for s in play.runner.stages) == tuple(
+            "TensorDictStage" if s == only_drawn else s for s in case.stages
+        )
+
+
+@pytest.mark.parametrize("name", ["categorical of doubles", "categorical with probs"])
+def test_a_distribution_that_is_not_known(name: str) -> None:
+    case = zoo.STOCHASTIC[name]
+    play = Play(case.make(), case.env(lengths=[1] * LANES))
+    found = play.columns(shuffled(np.full(LANES, STEPS), 0))
+    assert play.runner.stages[-1] == "DistributionStage"
+    param = "probs" if "probs" in found else "logits"
+    wanted = torch.distributions.Categorical(**{param: found[param]}).log_prob(found["action"])
+    zoo.assert_same(found["action_log_prob"], wanted)
+    assert len(found["action"].unique()) > 1
 
 
 @pytest.mark.parametrize("way", ["slow", "trusted"])
@@ -122,7 +137,7 @@ def test_every_policy(case: zoo.Case) -> None:
 def test_policies_that_are_called_as_they_are(case: zoo.Case, way: str) -> None:
     play = Play(case.make(), case.env(lengths=[1] * LANES), fast=way == "trusted", opaque=way == "trusted")
     assert_any_grouping_gives_the_same(play, case.tolerance)
-    assert set(play.runner.stages) <= {"TorchStage", "TensorDictStage"}
+    assert set(play.runner.stages) <= {"TorchStage", "DistributionStage", "TensorDictStage"}
 
 
 @pytest.mark.parametrize("name", ["categorical", "one-hot of tensordict", "normal", "tanh-normal between tensors"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+import time
 from types import FrameType
 
 import pytest
@@ -88,6 +90,34 @@ def test_nothing_is_held_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     with undisturbed, pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("kind", ["section", "lock"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_begins_late_is_not_disturbed(monkeypatch: pytest.MonkeyPatch, kind: str, waits: bool) -> None:
+    """As within a long restart of a worker, or when another thread had to be waited for."""
+    context = Section() if kind == "section" else ProcessLock(MemoryBlock(8))
+    monkeypatch.setattr(interrupts, "LONGEST_S", 0.15)
+    heard, held = list[int](), threading.Event()
+
+    def hold() -> None:
+        with context:
+            held.set()
+            time.sleep(0.2)
+
+    other = threading.Thread(target=hold)
+    with handled(lambda number, _: heard.append(number)), contextlib.nullcontext() if waits else undisturbed:
+        if waits:
+            other.start()
+            held.wait(WAIT_S)
+        else:
+            time.sleep(0.2)
+        with context:
+            signal.raise_signal(SIGNAL)
+            assert heard == []
+    assert heard == [SIGNAL]
+    if waits:
+        other.join(WAIT_S)
 
 
 def test_handlers_that_were_replaced_meanwhile_are_left_alone() -> None:

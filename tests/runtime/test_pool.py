@@ -10,18 +10,24 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
+from interrupting import Tick, at_instruction, handled, raise_tick
 from jobs import Doing, sleep, until
 
 from swath.errors import ClosedError, StallWarning, WorkerDiedError, WorkerRestartedWarning
 from swath.runtime import MemoryBlock
-from swath.runtime.carrier import Carrier, Link, Order
-from swath.runtime.local import LocalCarrier
-from swath.runtime.pool import Pool, Work
+from swath.runtime.board import Board
+from swath.runtime.carrier import Answer, Carrier, Link, NotNowError, Order, Question
+from swath.runtime.local import LocalCarrier, LocalLink
+from swath.runtime.pool import Pool
 from swath.runtime.processes import ProcessCarrier
+from swath.runtime.session import Session
 from swath.runtime.supervision import LATE_S, Patience, Replacements, Supervision, WorkerClocks
+from swath.runtime.threads import ThreadCarrier
+from swath.runtime.work import Work
 
 pytestmark = pytest.mark.timeout(60)
 Start = Callable[..., ProcessCarrier]
@@ -131,6 +137,58 @@ def test_work_is_finished_in_order_and_counted(carrier: Carrier) -> None:
 
 def test_a_receipt_may_be_none(carrier: Carrier) -> None:
     assert do(pool_of(carrier, 2, Tasks(lambda index, replaces: Doing(lambda link, order: None))), 1) is None
+
+
+def test_a_question_of_another_whose_answer_is_interrupted_is_answered_later() -> None:
+    link, me, asked = LocalLink(Board(1, (), private=True), 0), threading.get_ident(), []
+    session = Session(Doing(), link)
+
+    def interrupt(job: Doing) -> None:
+        asked.append(job)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+
+    # Of another; of the one who was interrupted and no longer waits; and what work was discarded for.
+    for asker, discards, times in ((me + 1, False, 2), (me, False, 1), (me, True, 2)):
+        asked.clear()
+        link.to_pool.clear()
+        link.to_worker.append(Question(7, interrupt, discards, asker))
+        with pytest.raises(KeyboardInterrupt):
+            session.answer_questions()
+        session.answer_questions()
+        assert len(asked) == times
+        assert [news for news in link.to_pool if isinstance(news, Answer)] == [Answer(7)] * (times - 1)
+
+
+def test_what_cannot_be_answered_within_work_is_answered_after_it_unless_the_asker_is_there() -> None:
+    """A signal handler is there; a thread is not."""
+    is_working, answers = False, list[Any]()
+
+    def answer(job: Doing) -> bool:
+        if is_working:
+            raise NotNowError("it works")
+        return is_working
+
+    def ask() -> None:
+        answers.append(pool.ask({0: answer}, "something"))
+
+    def work(link: Link, order: Order) -> None:
+        nonlocal is_working
+        is_working = True
+        asking.start()
+        until(lambda: pool._asked)
+        for discards in (False, True):
+            with pytest.raises(NotNowError, match="signal handler"):
+                pool.ask({0: answer}, "something", discards_work=discards)
+        is_working = False
+
+    asking = threading.Thread(target=ask)
+    pool = pool_of(LocalCarrier(1), 1, Tasks(lambda index, replaces: Doing(work)))
+    pool.issue(first := Work(0, "x"))
+    wait_for(pool, first)
+    assert not first.is_lost
+    asking.join(10.0)
+    assert answers == [{0: False}]
 
 
 def test_answers_by_worker(carrier: Carrier) -> None:
@@ -250,6 +308,33 @@ def test_work_that_raises_in_a_local_worker_is_over() -> None:
 
 
 # -- failures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_interrupted_restart_is_done_again_and_counted_once(late: bool) -> None:
+    """Wherever the interrupt comes; and where it did not have to wait, as the start has taken long."""
+
+    def work_or(fail: bool) -> Callable[[Link, Order], Any]:
+        return lambda link, order: link.beat(order.ticket) or 1 / (not fail)
+
+    def interrupt(index: int) -> None:
+        if late and pool.restarts == 1 and tasks.heard.count(("restarted", 0)) == 1:
+            raise Tick
+
+    for number in range(10**6 if late else 1, 10**7, 3):
+        tasks = Tasks(lambda index, replaces: Doing(work_or(fail=not replaces)), at_restart=interrupt)
+        pool = pool_of(carrier := ThreadCarrier(1), 1, tasks, RESTART)
+        pool.issue(work := Work(0, "x"))
+        until(partial(carrier.wait, 0.0))
+        with handled(raise_tick), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            came = at_instruction(number, partial(pool.attend, 0.0))
+            wait_for(pool, work)
+        pool.shutdown(1.0)
+        assert tasks.heard.count(("lost", 0)) == pool.restarts == 1
+        if not came:
+            break
+    assert number > 300
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,12 @@ from swath.runtime.carrier import (
     Link,
     Order,
     Packed,
-    Place,
     Question,
     Started,
     Stop,
     Warned,
 )
-from swath.runtime.columns import Columns, Leaf
+from swath.runtime.columns import Columns, Leaf, Place
 from swath.runtime.process import start
 from swath.runtime.processes import ProcessCarrier
 

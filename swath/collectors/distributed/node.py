@@ -30,8 +30,8 @@ from swath.collectors.distributed.wire import (
 )
 from swath.errors import ChannelClosedError
 from swath.runtime.board import Board
-from swath.runtime.carrier import Failed, Finished, Message, News, Order, Place, Subscribe, Topic
-from swath.runtime.columns import Columns
+from swath.runtime.carrier import Failed, Finished, Message, News, Order, Subscribe, Topic
+from swath.runtime.columns import Columns, Place
 from swath.runtime.faults import Failure
 from swath.runtime.session import Session
 from swath.runtime.snapshots import Snapshots

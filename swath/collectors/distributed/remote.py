@@ -37,8 +37,8 @@ from swath.collectors.distributed.wire import (
 from swath.errors import ChannelClosedError
 from swath.keys import Key
 from swath.runtime.board import Board
-from swath.runtime.carrier import EVERYTHING, Ended, Failed, Finished, Message, News, Order, Place, Stop, Task, Topic
-from swath.runtime.columns import Columns, Leaf, nbytes
+from swath.runtime.carrier import EVERYTHING, Ended, Failed, Finished, Message, News, Order, Stop, Task, Topic
+from swath.runtime.columns import Columns, Leaf, Place, nbytes
 from swath.runtime.faults import Failure
 from swath.runtime.memory import PrivateBlock
 from swath.runtime.processes import LAST_WORDS_S, SHUTDOWN_S
@@ -181,13 +181,14 @@ class RemoteCarrier:
         return [index for index in self.workers if index in connections and not connections[index].is_over.is_set()]
 
     def is_stopped(self, index: int) -> bool:
-        return self._connections[index].node.is_stopped()
+        return (connection := self._connections.get(index)) is not None and connection.node.is_stopped()
 
     def kill(self, index: int) -> None:
-        self._connections[index].node.kill()
+        if (connection := self._connections.get(index)) is not None:
+            connection.node.kill()
 
     def pid(self, index: int) -> int:
-        return self._connections[index].node.pid()
+        return 0 if (connection := self._connections.get(index)) is None else connection.node.pid()
 
     # -- data and weights ----------------------------------------------------------------------------------------
 

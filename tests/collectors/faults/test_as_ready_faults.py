@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -229,3 +230,18 @@ def test_a_free_running_collector_tells_of_a_death(make: Make) -> None:
     with pytest.raises(WorkerDiedError):
         rb.sample()
     collector.shutdown(raise_on_error=False)
+
+
+@over([AS_READY_PAIR])
+@pytest.mark.parametrize("call", ["reset", "set_seed"])
+def test_what_was_dropped_is_not_reset(make: Make, call: str) -> None:
+    collector = make(on_worker_failure="drop", total_frames=-1, **DENSE)
+    collector.next()
+    pid = collector.worker_pids[0]
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: is_gone(pid))
+    begin: Any = partial(collector.set_seed, 3) if call == "set_seed" else collector.reset
+    with pytest.warns(WorkerRestartedWarning, match="dropped, 1 are left"):
+        begin()
+    begin()
+    assert set(collector.next()["env_index"].tolist()) == {1}

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import itertools
 import signal
+import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from common import WAIT_S, buffer, net
+from common import STEP, WAIT_S, buffer, net, steps_of, until
 from fault_tools import LONG, within
 from interrupting import Tick, at_every_instruction, at_instruction, handled, raise_tick
-from kinds import ALL, AS_READY, ASYNC, SINGLE, SPREAD, STARTED, SYNC, SYNC_HERE, Kind, Make, over
+from kinds import ALL, AS_READY, ASYNC, FREE, HERE, SINGLE, SPREAD, STARTED, SYNC, SYNC_HERE, Kind, Make, over
 from tensordict.nn import TensorDictModule
 from torch import nn
 
 from swath.errors import ClosedError
-from swath.testing import CountingEnv
+from swath.keys import TRAJ_IDS
+from swath.testing import CountingEnv, counted
 
 SECONDS = 10.0 if LONG else 0.7
 ENDLESS = {"total_frames": -1}
@@ -35,6 +40,16 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "seed": lambda collector: collector.set_seed(3),
     "reset": lambda collector: collector.reset(),
 }
+
+
+def whole(batches: list[Any]) -> int:
+    """Each trajectory is there from its first step on, without a hole; how many there are."""
+    steps: dict[int, list[int]] = {}
+    for batch in batches:
+        for name, step in zip(batch[TRAJ_IDS].reshape(-1).tolist(), counted(batch)[..., STEP].reshape(-1), strict=True):
+            steps.setdefault(name, []).append(int(step))
+    assert all(found == list(range(len(found))) for found in steps.values()), steps
+    return len(steps)
 
 
 @over(ALL)
@@ -71,6 +86,91 @@ def test_threads_that_iterate_share_the_batches(kind: Kind, make: Make) -> None:
     with ThreadPoolExecutor(4) as pool:
         taken = [pool.submit(take, how) for how in ("next", "for", "next", "for")]
         assert sum(one.result(WAIT_S) for one in taken) == total
+
+
+@over((SYNC_HERE, *SPREAD))
+def test_new_seeds_of_threads_leave_no_hole(kind: Kind, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the worst of moments: when one worker has its order and the other does not, and when new work is finished."""
+    collector = make(lengths=10**6, steps=3, **ENDLESS)
+    pool, delivery, seeding, batches = collector._pool, collector._delivery, [], [collector.next().clone()]
+    issue, discard = pool.issue, delivery.discard
+
+    def issue_and_seed(work: Any) -> None:
+        issue(work)
+        if len(seeding) < 4 and work.index == 0:
+            seeding.append(threads.submit(collector.set_seed, 3))
+            wait(seeding, timeout=0.1)
+
+    def discard_late(*given: Any) -> None:
+        with suppress(AssertionError):
+            until(lambda: pool.finished, 0.1)
+        discard(*given)
+
+    monkeypatch.setattr(pool, "issue", issue_and_seed)
+    monkeypatch.setattr(delivery, "discard", discard_late)
+    with ThreadPoolExecutor(1) as threads:
+        while len(batches) < 12 or not all(one.done() for one in seeding):
+            batches.append(collector.next().clone())
+    assert whole(batches) > 2
+
+
+@over(HERE)
+def test_whole_episodes_may_be_given_up_and_saved_by_threads(kind: Kind, make: Make) -> None:
+    collector = make(trajs_per_batch=1, traj_format="cat", lanes=30 if kind is AS_READY else 3, **ENDLESS)
+    over_at, interval = time.monotonic() + SECONDS, sys.getswitchinterval()
+
+    def ask(name: str) -> None:
+        while time.monotonic() < over_at:
+            CALLS[name](collector)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            asking = [pool.submit(ask, name) for name in ("state", "seed", "state")]
+            while not all(one.done() for one in asking):
+                assert collector.next()["next", "done"][-1]
+    finally:
+        sys.setswitchinterval(interval)
+    assert not any(one.exception() for one in asking)
+
+
+@over(SPREAD)
+def test_a_new_seed_for_the_last_frames_ends_the_loop(kind: Kind, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written all the same counts, so that nothing is left to be waited for."""
+
+    class Slow(CountingEnv):
+        def step_into(self, action: Any, out: Any) -> bool:
+            time.sleep(0.02)
+            return super().step_into(action, out)
+
+    collector = make(lambda: Slow(()), replay_buffer=buffer(), batches=1)
+    attend = collector._pool.attend
+
+    def attend_and_seed(*given: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        until(lambda: steps_of(collector, 0))
+        collector.set_seed(3)
+        attend(*given, **options)
+
+    monkeypatch.setattr(collector._pool, "attend", attend_and_seed)
+    with within(WAIT_S):
+        list(collector)
+    assert len(collector.replay_buffer) == collector.stats()["frames"] >= collector.config.total_frames
+
+
+@over(SPREAD)
+def test_a_state_between_two_batches_counts_what_is_in_the_buffer(kind: Kind, make: Make) -> None:
+    class Slow(CountingEnv):
+        def _step(self, tensordict: Any) -> Any:
+            time.sleep(0.002)
+            return super()._step(tensordict)
+
+    collector = make(lambda: Slow(()), replay_buffer=buffer(), **ENDLESS)
+    stream = iter(collector)
+    for _ in range(3):
+        next(stream)
+        states = [CALLS["state"](collector) for _ in range(3)]
+        assert {state["frames"] for state in states} == {len(collector.replay_buffer)}
 
 
 @over(SPREAD)
@@ -187,6 +287,82 @@ def test_a_signal_handler_may_call_it_at_any_moment(kind: Kind, make: Make) -> N
     next(stream)
 
 
+@over(HERE)
+def test_a_call_that_is_refused_to_a_signal_handler_changes_nothing(kind: Kind, make: Make) -> None:
+    collector = make(lengths=10**6, workers=min(1, kind.workers), **ENDLESS)
+    stream, said = iter(collector), []
+    batches = [next(stream).clone()]
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        for name in ("seed", "reset"):
+            try:
+                CALLS[name](collector)
+            except RuntimeError as error:
+                said.append(str(error))
+
+    with handled(handler):
+        for number in range(7, 10_000 if LONG else 700, 1 if LONG else 73):
+            at_instruction(number, lambda: batches.append(next(stream).clone()))
+    assert said
+    assert all("signal handler" in text for text in said), said
+    batches.append(next(stream).clone())
+    whole(batches)
+
+
+@over(HERE)
+def test_a_thread_is_answered_after_the_batch_that_a_signal_handler_has_come_into(kind: Kind, make: Make) -> None:
+    collector = make(lengths=10**6, workers=min(1, kind.workers), **ENDLESS)
+    stream, asking = iter(collector), []
+    batches = [next(stream).clone()]
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        asking.append(pool.submit(collector.set_seed, 3))
+        until(lambda: collector._pool._asked or asking[-1].done())
+        collector.get_distant_attr("env.batch_size")  # which sees to all questions that can be answered
+
+    with ThreadPoolExecutor(1) as pool, handled(handler):
+        for number in range(7, 10_000 if LONG else 700, 1 if LONG else 73):
+            at_instruction(number, lambda: batches.append(next(stream).clone()))
+        for one in asking:
+            one.result(WAIT_S)
+    batches.append(next(stream).clone())
+    assert whole(batches) > 1
+
+
+@over(FREE)
+def test_who_keeps_others_from_writing_to_the_buffer_is_not_kept_waiting(kind: Kind, make: Make) -> None:
+    """As a signal handler that comes into a long `dumps()`."""
+    collector = make(policy=net(), replay_buffer=buffer(), **ENDLESS)
+    kept = collector.replay_buffer
+    collector.start()
+    until(lambda: len(kept) > 10)
+    with kept.episodes(), within(10.0):
+        for name in ("state", "seed", "reset", "hook"):
+            with pytest.raises(RuntimeError, match="signal handler"):
+                CALLS[name](collector)
+        with pytest.raises(RuntimeError, match="signal handler"), collector.pause():
+            pass
+        CALLS["weights"](collector)
+        CALLS["stats"](collector)
+    assert collector.state_dict()["frames"] > 10
+    with collector.pause(), kept.episodes():
+        CALLS["state"](collector)
+
+
+@over((SINGLE, STARTED))
+def test_a_handler_within_a_draw_does_not_wait_for_a_thread_that_saves(kind: Kind, make: Make, tmp_path: Path) -> None:
+    collector = make(policy=net(), replay_buffer=buffer(), **ENDLESS)
+    kept = collector.replay_buffer
+    collector.start()
+    until(lambda: len(kept) > 10)
+    with ThreadPoolExecutor(1) as pool, within(10.0):
+        with kept._drawer.lock:  # as in the middle of sample()
+            saving = pool.submit(kept.dumps, tmp_path)
+            wait([saving], timeout=0.2)
+            CALLS["state"](collector)
+        saving.result(WAIT_S)
+
+
 @over((SINGLE, SYNC_HERE, SYNC, ASYNC))
 def test_a_signal_handler_may_shut_it_down(kind: Kind, make: Make) -> None:
     for number in range(1, 10**6, 200 if LONG else 1500):
@@ -240,6 +416,29 @@ def test_an_interrupted_call_loses_nothing(kind: Kind, make: Make, call: str) ->
     next(stream)
     steps = {"attribute": 23, "state": 29, "weights": 37}
     assert at_every_instruction(lambda: CALLS[call](collector), lambda: next(stream), steps[call]) > 3
+
+
+@over((SINGLE, AS_READY))
+@pytest.mark.parametrize("call", ["reset", "seed"])
+@pytest.mark.filterwarnings("ignore:.*a reset of it was interrupted")
+def test_an_interrupted_reset_here_is_done_or_begun_anew(kind: Kind, make: Make, call: str) -> None:
+    collector = make(**ENDLESS)
+    batches: list[Any] = []
+    at_every_instruction(lambda: CALLS[call](collector), lambda: batches.append(collector.next().clone()), 17)
+    assert whole(batches) > 10
+
+
+@over((SINGLE,))
+def test_the_first_weights_may_be_interrupted(kind: Kind, make: Make) -> None:
+    for number in range(1, 10_000, 1 if LONG else 5):
+        collector = make(policy=net(), **ENDLESS)
+        with handled(raise_tick):
+            if not at_instruction(number, partial(collector.update_policy_weights_, net(1.0))):
+                break
+        collector.update_policy_weights_(net(2.0))
+        assert (collector.next()["action"] == 2.0).all()
+        collector.shutdown()
+    assert number > 100
 
 
 @over(SPREAD)

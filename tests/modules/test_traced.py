@@ -1,0 +1,280 @@
+"""Networks with a forward of their own: quick where one call shows what all of them do, called where it does not."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import policy_zoo as zoo
+import pytest
+import torch
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, TensorDictSequential
+from torch import Tensor, nn
+from torch import distributions as D
+from torch.nn import functional as F
+from torch.nn.functional import relu
+
+from swath.modules import as_policy
+
+LOG_STD_MIN, LOG_STD_MAX = -5, 2
+weight_of_all = 3.0
+
+
+class Net(nn.Module):
+    """What all of them have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.out = nn.Linear(zoo.SIZE, 8), nn.Linear(8, 8), nn.Linear(8, zoo.CHOICES)
+        self.norm, self.act, self.drop = nn.LayerNorm(8), nn.ReLU(inplace=True), nn.Dropout(0.5).eval()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.SiLU()) for _ in range(2))
+        self.free = nn.Parameter(torch.rand(8))
+        self.register_buffer("mean", torch.rand(zoo.SIZE))
+        self.gain, self.is_deep, self.calls = 0.5, True, 0
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Any:
+        return self.out(torch.relu(self.one(x)))
+
+
+class Residual(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(relu(self.one(x)))
+        return self.out(x + self.act(self.two(x)) * 0.5)
+
+
+class Looping(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.leaky_relu(self.one(x), 0.2)
+        for i, block in enumerate(self.blocks):
+            x = x - (i + 1) * block(x) if self.is_deep else x
+        return self.out(1 - self.drop(x))
+
+
+class Normalising(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x - self.mean) / (self.mean.expand_as(x) + 1.0)
+        return self.out(F.gelu(self.one(x)).clamp(-0.1, 0.3) + self.free)
+
+
+class ByMethods(Net):
+    def hidden(self, x: Tensor, scale: float = 2.0) -> Tensor:
+        return scale * doubled(self.one(x)).tanh()
+
+    @property
+    def half(self) -> float:
+        return self.gain / 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.half * self.out(self.hidden(x))
+
+
+def doubled(x: Tensor) -> Tensor:
+    return torch.cat([x[..., :3], x[..., 3:]], dim=-1) * 2
+
+
+class Nested(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Residual()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -self.inner(x)
+
+
+QUICK: dict[str, Callable[[], nn.Module]] = {
+    kind.__name__: kind for kind in (Net, Residual, Looping, Normalising, ByMethods, Nested)
+}
+
+
+class Counting(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.out(self.two(torch.relu(self.one(x)))) * self.calls
+
+
+class Keeping(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        return self.out(torch.relu(self.one(x)))
+
+
+class Drawing(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.one(x))) * (1 + random.random())
+
+
+class DrawingMore(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.one(x))) + torch.rand(())
+
+
+class Branching(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.one(x))) if x[0, 0] > 0 else self.out(self.one(x))
+
+
+class Shaped(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.one(x))) * len(x)
+
+
+class OverLanes(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.one(x))) - x.mean(0)[:3]
+
+
+class OnItsInput(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.one(self.act(x)))
+
+
+class Reaching(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.one(x)) * weight_of_all
+
+
+class Watching(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits = [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.one(x)) * self.limits[0]
+
+
+class Dropping(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.drop(self.one(x)))
+
+
+class Differently(nn.Linear):
+    """Looks like a layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 1.5
+
+
+def in_a_closure() -> nn.Module:
+    factor = [2.0]
+
+    class Closure(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.one(x)) * factor[0]
+
+    return Closure()
+
+
+CALLED: dict[str, Callable[[], nn.Module]] = {
+    **{
+        kind.__name__: kind
+        for kind in (Counting, Keeping, Drawing, DrawingMore, Branching, Shaped, OverLanes, OnItsInput, Reaching)
+    },
+    **{kind.__name__: kind for kind in (Watching, Dropping)},
+    "in a closure": in_a_closure,
+    "too large": lambda: nn.Sequential(nn.Linear(zoo.SIZE, 1000), Differently(1000, 1000), nn.Linear(1000, 3)),
+}
+
+
+@pytest.mark.parametrize("lanes", [(), (1,), (3,), (2, 3)], ids=str)
+@pytest.mark.parametrize("name", QUICK)
+def test_a_network_that_is_settled_is_run_on_arrays(name: str, lanes: tuple[int, ...]) -> None:
+    env = zoo.WaveEnv(lengths=[4, 2, 3, 5, 1, 6][: max(1, torch.Size(lanes).numel())], batch_size=lanes)
+    policy = as_policy(QUICK[name](), env)
+    collector = zoo.begun(policy, env)
+    assert zoo.stages_of(collector) == ("TracedStage",)
+    zoo.assert_agrees(policy, collector.next())
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.mul_(-1.5)
+        for one in policy.modules():
+            if isinstance(one, Net):
+                one.mean = one.mean * 2  # another tensor
+    zoo.assert_agrees(policy, collector.next())
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_network_that_may_do_something_else_is_called(name: str) -> None:
+    collector = zoo.begun(zoo.module(CALLED[name]()))
+    assert zoo.stages_of(collector) == ("TorchStage",)
+    calls = getattr(collector.policy.module, "calls", 0)
+    collector.next()
+    assert getattr(collector.policy.module, "calls", 0) - calls == (6 if name == "Counting" else 0)
+
+
+def test_a_layer_that_does_more_is_no_layer() -> None:
+    policy = zoo.module(nn.Sequential(nn.Linear(zoo.SIZE, 8), Differently(8, zoo.CHOICES)))
+    collector = zoo.begun(policy)
+    assert zoo.stages_of(collector) == ("TracedStage",)
+    zoo.assert_agrees(policy, collector.next())
+
+
+def test_a_setting_that_is_changed_counts_from_the_next_batch_on() -> None:
+    for net, name, value in ((ByMethods(), "gain", 3.0), (Looping(), "is_deep", False)):
+        policy = zoo.module(net)
+        collector = zoo.begun(policy)
+        setattr(net, name, value)
+        zoo.assert_agrees(policy, collector.next())
+        assert zoo.stages_of(collector) == ("TracedStage",)
+
+
+def test_hooks_inside_are_called() -> None:
+    net, calls = Residual(), list[int]()
+    net.two.register_forward_hook(lambda *args: calls.append(1))
+    collector = zoo.begun(zoo.module(net))
+    assert zoo.stages_of(collector) == ("TorchStage",)
+    calls.clear()
+    collector.next()
+    assert len(calls) == 6
+
+
+class Gaussian(nn.Module):
+    """A head as of SAC: two results, one of which is kept between bounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(zoo.SIZE, 8), nn.Linear(8, 2 * zoo.AXES)
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        loc, log_std = self.head(F.relu(self.body(observation))).chunk(2, dim=-1)
+        log_std = torch.tanh(log_std)
+        log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (log_std + 1)
+        return loc, log_std.exp()
+
+
+class Critic(nn.Module):
+    """A value without a dimension of its own, from two entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = zoo.mlp(1, inputs=zoo.SIZE + zoo.AXES)
+
+    def forward(self, observation: Tensor, action: Tensor) -> Tensor:
+        return self.net(torch.cat([observation, action], 1)).squeeze(-1)
+
+
+def test_several_results_and_several_inputs() -> None:
+    actor = ProbabilisticTensorDictSequential(
+        TensorDictModule(Gaussian(), ["observation"], ["loc", "scale"]), zoo.sampler(D.Normal, ["loc", "scale"])
+    )
+    critic = TensorDictModule(Critic(), in_keys=["observation", "action"], out_keys=["value"])
+    policy = TensorDictSequential(actor, critic)
+    collector = zoo.begun(policy, zoo.WaveEnv(zoo.CONTINUOUS))
+    assert zoo.stages_of(collector) == ("TracedStage", "NormalStage", "TracedStage")
+    batch = collector.next()
+    assert batch["value"].shape == (3, 6)
+    with torch.no_grad():
+        flat = batch.reshape(-1)
+        zoo.assert_same(flat["value"], critic.module(flat["observation"], flat["action"]))
+    zoo.assert_agrees(actor, batch.exclude("value"))
+
+
+def test_no_warnings_of_what_overflows(recwarn: pytest.WarningsRecorder) -> None:
+    net = Gaussian()
+    nn.init.constant_(net.head.bias, np.inf)
+    zoo.collect(TensorDictModule(net, ["observation"], ["action", "x"]), zoo.WaveEnv(zoo.CONTINUOUS))
+    assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
