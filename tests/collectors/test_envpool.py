@@ -127,7 +127,7 @@ REFUSALS: dict[str, tuple[Callable[[FakeEnvPool], Any], str]] = {
     ),
     "restart": (lambda pool: collected(pool, on_worker_failure="restart"), "cannot be replaced"),
     "processes": (lambda pool: collected(lambda: pool, backend="multiprocessing"), "leave out .* backend"),
-    "step": (lambda pool: EnvPoolEnv(pool).rollout(3), "not all together.* without a batch_size"),
+    "step": (lambda pool: rolled_out(EnvPoolEnv(pool)), "not all together.* without a batch_size"),
     "some": (lambda pool: one_reset(EnvPoolEnv(pool)), r"Envs \[1\] .* cannot be reset without the others"),
 }
 
@@ -141,6 +141,11 @@ def many(collector: Any, count: int = 1000) -> Any:
     for _ in range(count):
         batch = collector.next()
     return batch
+
+
+def rolled_out(env: EnvPoolEnv) -> None:
+    with env:
+        env.rollout(3)
 
 
 def one_reset(env: EnvPoolEnv) -> None:
@@ -233,15 +238,14 @@ def test_what_it_raises_reaches_the_caller(pools: list[FakeEnvPool]) -> None:
 
 def test_it_can_be_shut_down_with_steps_under_way(pools: list[FakeEnvPool]) -> None:
     pools.append(FakeEnvPool(8, 3, most_s=0.05))
-    before = threading.active_count()
-    memory = buffer(batch_size=4)
+    before, memory = set(threading.enumerate()), buffer(batch_size=4)
     collector = AsyncBatchedCollector(pools[0], None, frames_per_batch=10, replay_buffer=memory)
     collector.start()
     until(lambda: len(memory) >= 20)
     collector.async_shutdown()
     collector.shutdown()
     assert pools[0].was_closed
-    until(lambda: threading.active_count() < before)
+    until(lambda: set(threading.enumerate()) <= before)
 
 
 def test_ctrl_c_is_heard_while_nothing_comes(pools: list[FakeEnvPool]) -> None:
