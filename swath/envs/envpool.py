@@ -254,6 +254,8 @@ class EnvPoolEnv(OwnPaceEnv):
             still_s = np.where(self._in_flight, self._waited - self._since, 0.0)
         late = np.flatnonzero(still_s > min(self._warning_s, self._limit_s)).tolist()
         said = f"Envs {late} of {self!r} have not come back for {still_s.max():.1f} s of waiting"
+        if self.at_a_time > 1:
+            said += f" (it answers for {self.at_a_time} at a time: some may only wait for the others)"
         if still_s.max() > self._limit_s:
             self._failure = TimeoutError(
                 f"{said}, and stall_timeout_s={self._limit_s:g}. EnvPool's threads cannot be ended; make a new one."
