@@ -10,9 +10,16 @@ from swath.collectors.arguments import takes
 from swath.collectors.collector import Collector
 from swath.collectors.config import CollectorConfig, PolicyVersion
 from swath.collectors.kinds import check_least, check_one_of
-from swath.envs import AsyncEnvPool
+from swath.envs import AsyncEnvPool, EnvPoolEnv, OwnPaceEnv
+from swath.envs.adapt import is_env
+from swath.envs.envpool import is_asynchronous
 from swath.rollout.engine_settings import EngineSettings
 from swath.runtime.process import METHODS
+
+MANY = (
+    "AsyncBatchedCollector steps many envs: create_env_fn must be a list with a function for each that returns an env, "
+    "as in [lambda: GymEnv('CartPole-v1')] * 8."
+)
 
 
 @dataclass(frozen=True)
@@ -20,7 +27,8 @@ class AsyncBatchedConfig(CollectorConfig):
     """What an AsyncBatchedCollector can be given, beside what a Collector can.
 
     Attributes:
-        create_env_fn: a list with a factory for each env, or an `AsyncEnvPool`.
+        create_env_fn: a list with a factory for each env, or an `AsyncEnvPool`; or an EnvPool with a `batch_size` below
+            its `num_envs`, or a function that makes it.
         frames_per_batch: frames in a batch, whichever envs have made them.
         max_batch_size: for how many envs the policy acts at a time, at most; by default for all that are ready.
         min_batch_size: for how many envs to wait before it acts,
@@ -103,10 +111,28 @@ class AsyncBatchedConfig(CollectorConfig):
             stack_envs=self.stack_envs,
         )
 
-    def make_pool(self) -> AsyncEnvPool:
+    def make_pool(self) -> OwnPaceEnv:
         """The envs."""
+        given = self.create_env_fn
+        if isinstance(given, Sequence):
+            return self._async_pool(given)
+        env = given(**(self.create_env_kwargs or {})) if callable(given) else given
+        if isinstance(env, OwnPaceEnv):
+            return env
+        if not is_asynchronous(env):
+            if callable(given) and hasattr(env, "close"):
+                env.close()
+            raise TypeError(f"{MANY} {given!r} is one function, and has made {type(env).__name__}.")
+        if self.on_worker_failure != "raise" or "multiprocessing" in (self.backend, self.env_backend):
+            raise ValueError(
+                "EnvPool steps its envs in threads of its own, which cannot be replaced: leave out on_worker_failure, "
+                "backend and env_backend."
+            )
+        return EnvPoolEnv(env, stall_warning_s=self.stall_warning_s, stall_timeout_s=self.stall_timeout_s)
+
+    def _async_pool(self, makers: Sequence[Any]) -> AsyncEnvPool:
         return AsyncEnvPool(
-            self.create_env_fn,
+            makers,
             backend=self.env_backend or self.backend or "threading",
             envs_per_worker=self.envs_per_worker,
             create_env_kwargs=self.create_env_kwargs,
@@ -144,13 +170,9 @@ class AsyncBatchedCollector(Collector):
         if "policy" not in arguments and arguments.get("policy_factory") is None:
             raise TypeError(f"{cls.__name__} needs policy or policy_factory; policy=None acts at random.")
         makers = arguments["create_env_fn"]
-        if not isinstance(makers, AsyncEnvPool) and not (
-            isinstance(makers, Sequence) and not isinstance(makers, str) and makers and all(map(callable, makers))
-        ):
-            raise TypeError(
-                f"{cls.__name__} steps many envs: create_env_fn must be a list with a function for each that returns "
-                f"an env, as in [lambda: GymEnv('CartPole-v1')] * 8; got {makers!r}."
-            )
+        is_list = isinstance(makers, Sequence) and not isinstance(makers, str)
+        if not (makers and all(map(callable, makers)) if is_list else _may_be_many(makers)):
+            raise TypeError(f"{MANY} Got {makers!r}.")
         if not arguments.get("yield_completed_trajectories"):
             return arguments
         for name in ("trajs_per_batch", "traj_format"):
@@ -162,9 +184,9 @@ class AsyncBatchedCollector(Collector):
             return {**arguments, "trajs_per_batch": 1}
         return {**arguments, "trajs_per_batch": 1, "traj_format": "cat"}
 
-    def _env_source(self) -> Callable[[], AsyncEnvPool] | AsyncEnvPool:
+    def _env_source(self) -> Callable[[], OwnPaceEnv] | OwnPaceEnv:
         makers = self.config.create_env_fn
-        return makers if isinstance(makers, AsyncEnvPool) else self.config.make_pool
+        return makers if isinstance(makers, OwnPaceEnv) else self.config.make_pool
 
     @property
     def _env_kwargs(self) -> dict[str, Any] | None:
@@ -176,8 +198,8 @@ class AsyncBatchedCollector(Collector):
         return self._envs.worker_pids
 
     @property
-    def _envs(self) -> AsyncEnvPool:
-        assert isinstance(self.env, AsyncEnvPool)
+    def _envs(self) -> OwnPaceEnv:
+        assert isinstance(self.env, OwnPaceEnv)
         return self.env
 
     def server_stats(self, reset: bool = False) -> dict[str, float]:
@@ -190,3 +212,8 @@ class AsyncBatchedCollector(Collector):
         found["worker_restarts"] += envs.restarts
         found["workers"], found["workers_alive"] = envs.num_workers, 0 if self.closed else envs.workers_alive
         return {**found, **{f"server/{name}": value for name, value in self.server_stats().items()}}
+
+
+def _may_be_many(given: Any) -> bool:
+    """Whether it has envs at their own pace, or may make some."""
+    return isinstance(given, OwnPaceEnv) or is_asynchronous(given) or (callable(given) and not is_env(given))

@@ -16,7 +16,7 @@ from swath.collectors.roster import Roster
 from swath.collectors.surface import BaseCollector
 from swath.collectors.weights_control import InPlaceWeights
 from swath.collectors.worker import FIELDS, BatchLayout, Call, EngineJob
-from swath.envs import AsyncEnvPool, EnvBase
+from swath.envs import EnvBase, OwnPaceEnv
 from swath.modules.stages import StageName
 from swath.rollout.budget import FrameBudget
 from swath.rollout.engine import Engine, writer_number
@@ -135,7 +135,7 @@ class Collector(Reflection, BaseCollector):
 
 
 def _check_single(env: EnvBase) -> None:
-    if env.batch_size and not isinstance(env, AsyncEnvPool):
+    if env.batch_size and not isinstance(env, OwnPaceEnv):
         raise RuntimeError(
             "track_policy_version=True is for a single env; for one with the batch size "
             f"{list(env.batch_size)} pass track_policy_version=PolicyVersion() from swath.collectors."

@@ -12,6 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from swath.envs.env_layout import EnvLayout, JoinedEnv
+from swath.envs.own_pace import OwnPaceEnv
 from swath.envs.parallel_worker import BEGIN, STEP, STEP_AND_BEGIN
 from swath.errors import wrong_shape
 from swath.keys import DONE, ENV_INDEX, FLAGS, IS_INIT, NEXT, TERMINATED, TRUNCATED, Key, nest
@@ -21,7 +22,7 @@ RESET_CALL, STEP_CALL, MAYBE_RESET_CALL, SEND_CALL = "async_reset", "async_step"
 EnvIds = int | Sequence[int] | np.ndarray | Tensor | None
 
 
-class AsyncCalls(JoinedEnv):
+class AsyncCalls(JoinedEnv, OwnPaceEnv):
     """Calls in pairs: one lets some envs begin, the other waits for those that have finished first.
 
     A result that was not asked for is kept. Results are sorted by env, and `env_index` says which they are of.

@@ -226,10 +226,7 @@ class AsyncEnvPool(AsyncCalls):
         return np.flatnonzero(~busy).tolist()
 
     def begin_steps(self, envs: Sequence[int], action: Rows, cut: np.ndarray | None = None) -> None:
-        """Let `envs`, which are idle, step with their rows of `action`; they begin anew if they finish.
-
-        `cut` marks lanes that begin anew in any case, after this step.
-        """
+        """See `OwnPaceEnv`."""
         with self._turn:
             self._bind_action(action)
             lanes = self.lanes_of(envs)
@@ -244,11 +241,7 @@ class AsyncEnvPool(AsyncCalls):
             self._workers.order(envs, STEP_AND_BEGIN)
 
     def take_ready(self, least: int, most: int, timeout_s: float) -> tuple[list[int], list[int]]:
-        """Envs that are ready, in the order in which they became so: those that have stepped, those that have begun.
-
-        Waits for the first however long it takes, and then for `least` of them, but for no more than `timeout_s`.
-        The latter were replaced, and have nothing to do with what was collected from them before.
-        """
+        """Envs that are ready: see `OwnPaceEnv`."""
         with self._turn:
             workers, landed = self._workers, self._workers.landed
             self.must_be_open()

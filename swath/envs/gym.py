@@ -11,6 +11,7 @@ from gymnasium.vector import VectorEnv
 
 from swath.envs.base import EnvBase
 from swath.envs.env_layout import make_all, must_differ
+from swath.envs.envpool import COLLECT, is_asynchronous
 from swath.envs.gym_lanes import GymLanes, VectorLanes
 from swath.envs.rows import Leaf, Rows
 from swath.errors import UnsupportedEnvError
@@ -58,6 +59,11 @@ class GymEnv(EnvBase):
         made = _make(env, num_envs, kwargs, from_pixels)
         self._owns_simulators = not isinstance(env, gym.Env | VectorEnv)
         first = made if isinstance(made, VectorEnv) else made[0]
+        if is_asynchronous(first):
+            raise UnsupportedEnvError(
+                f"{type(first).__name__} has a batch_size below its num_envs, so that it steps its envs at their own "
+                f"pace: collect with {COLLECT}. To step all together, make it without a batch_size."
+            )
         registered = env if isinstance(env, str) else getattr(first.spec, "id", None)  # EnvPool has specs of its own
         self.name: str = registered or type(first.unwrapped).__name__
         if isinstance(made, VectorEnv):

@@ -16,7 +16,7 @@ from gymnasium import spaces as gs
 from torch import Tensor
 
 from swath.envs.draw import draw
-from swath.envs.rows import Leaf, Rows
+from swath.envs.rows import Index, Leaf, Rows
 from swath.errors import ShapeError, UnsupportedSpaceError, wrong_shape
 from swath.keys import ACTION, COLLECTOR, FLAGS, NEXT, OBSERVATION, PIXELS, RESET, REWARD, Key, as_path
 
@@ -168,12 +168,28 @@ class ObservationCodec:
                 same = isinstance(values, np.ndarray) and values.shape == target.shape and values.dtype == target.dtype
                 if same and isinstance(entry.space, gs.Box | gs.MultiBinary):
                     target[:] = values
-                elif len(values) != len(target):  # EnvPool with a batch_size, which answers for those that were first
+                elif len(values) != len(target):
                     where = f"The vector env of {len(target)} envs"
                     raise wrong_shape(entry.key, target.shape, np.shape(values), where)
                 else:
                     for lane in lanes:
                         write_lane(lane, values[lane])
+
+        return write
+
+    def some_writer(self, rows: Rows) -> Callable[[Any, np.ndarray, np.ndarray], None]:
+        """A function that writes the observations at some places of an answer to some lanes."""
+        targets = [(e, rows.arrays[e.key], self._writer(e, rows.arrays[e.key])) for e in self.entries]
+
+        def write(observation: Any, places: np.ndarray, lanes: np.ndarray) -> None:
+            for entry, target, write_lane in targets:
+                values = np.asarray(_follow(observation, entry.path))
+                same = values.shape[1:] == target.shape[1:] and values.dtype == target.dtype
+                if same and isinstance(entry.space, gs.Box | gs.MultiBinary):
+                    target[lanes] = values[places]
+                else:
+                    for place, lane in zip(places.tolist(), lanes.tolist(), strict=True):
+                        write_lane(lane, values[place])
 
         return write
 
@@ -259,10 +275,14 @@ class ActionCodec:
 
         return read
 
-    def batch_reader(self, rows: Rows) -> Callable[[], Any]:
-        """A function that gives the actions of all lanes as gymnasium's vector envs take them."""
+    def batch_reader(self, rows: Rows) -> Callable[..., Any]:
+        """A function that gives the actions of all lanes, or some, as gymnasium's vector envs take them."""
         sources = [(e.path, *self._source(e, rows.arrays[e.key])) for e in self.entries]
-        return lambda: _assemble(self.space, {path: decode(array) for path, array, decode in sources})
+
+        def read(lanes: Index = slice(None)) -> Any:
+            return _assemble(self.space, {path: decode(array[lanes]) for path, array, decode in sources})
+
+        return read
 
     def _source(self, entry: Entry, array: np.ndarray) -> tuple[np.ndarray, Decode]:
         """Where the actions of one entry lie, `[N, ...]`, and what makes gymnasium's values of these or of some rows.

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from swath.envs import AsyncEnvPool
+from swath.envs import OwnPaceEnv
 from swath.envs.rows import Leaf, Rows, rows_of
+from swath.errors import UnsupportedEnvError
 from swath.keys import ENV_INDEX, POLICY_VERSION, Key, after
 from swath.rollout.loop import LoopSettings, Receipt, RolloutLoop
 from swath.rollout.slots import Slot
@@ -31,10 +32,15 @@ RECENT_CALLS = 1024
 class AsReadyLoop(RolloutLoop):
     """Fills slots `[1, frames]`, or `[N, T]` if each env shall make the same number of steps; see NOTE [As ready]."""
 
-    env: AsyncEnvPool
+    env: OwnPaceEnv
 
-    def __init__(self, env: AsyncEnvPool, policy: Any, settings: LoopSettings) -> None:
+    def __init__(self, env: OwnPaceEnv, policy: Any, settings: LoopSettings) -> None:
         """See `RolloutLoop`."""
+        if settings.stack_envs and env.at_a_time > 1:
+            raise UnsupportedEnvError(
+                f"stack_envs=True waits for the last env alone, but {env!r} answers for {env.at_a_time} at a time. "
+                "Leave it out, or make the EnvPool with batch_size=1."
+            )
         super().__init__(env, policy, settings)
         if not settings.stack_envs:
             self.batch_size, self.unit = (), env.lanes_per_env

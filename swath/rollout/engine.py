@@ -21,7 +21,7 @@ from torch import nn
 from swath.data import ReplayBuffer
 from swath.data.episodes import Episodes
 from swath.entries import trainable
-from swath.envs import AsyncEnvPool, EnvBase, as_env
+from swath.envs import EnvBase, OwnPaceEnv, as_env
 from swath.errors import ClosedError, suggestion
 from swath.keys import POLICY_ID, STEP_COUNT
 from swath.modules import PolicyClientModule, RandomPolicy, as_policy
@@ -62,7 +62,7 @@ class Engine:
             called = self._as_called(self.policy)
             self._loop: RolloutLoop = (
                 AsReadyLoop(env, called, settings)
-                if isinstance(env, AsyncEnvPool)
+                if isinstance(env, OwnPaceEnv)
                 else RolloutLoop(env, called, settings)
             )
         self.leaves, self.delivered = self._loop.leaves, self._loop.delivered
