@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,7 +51,6 @@ class NodeRun:
 
 def start_ray() -> None:
     """One machine that says that it has room for all nodes: the same for everybody."""
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0")
     connect = import_module("swath.collectors.distributed.ray_collector").connect
     connect({"num_cpus": 8, "object_store_memory": 2**30, "log_to_driver": False, "logging_level": "error"})
 
