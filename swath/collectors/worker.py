@@ -20,6 +20,7 @@ from swath.rollout.engine import Engine, has_weights
 from swath.rollout.engine_settings import EngineSettings
 from swath.rollout.loop import Interruptor, Receipt
 from swath.rollout.slots import FEW, Slot
+from swath.runtime import undisturbed
 from swath.runtime.carrier import EVERYTHING, Link, NotNowError, Order, Topic
 from swath.runtime.columns import Columns, Leaf
 from swath.runtime.local import LocalLink
@@ -328,8 +329,10 @@ class EngineJob(Reflection):
 
     def adopt(self) -> None:
         """Act with the newest weights from now on."""
-        if not self.engine.is_stepping and self._weights.adopt(self.engine.model_to_load):
-            self.engine.version = max(self.engine.version, self._weights.version)  # it never goes back
+        if not self.engine.is_stepping and self._weights.is_behind:
+            with undisturbed:  # an interrupt between weights and version would leave the one with another
+                if self._weights.adopt(self.engine.model_to_load):
+                    self.engine.version = max(self.engine.version, self._weights.version)  # it never goes back
 
     def idle(self) -> None:
         """Nothing is done meanwhile."""

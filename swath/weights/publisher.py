@@ -118,9 +118,14 @@ class Subscriber:
         self._stores[topic] = snapshots
         self._held.pop(topic[0], None)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is something newer than what the models hold."""
+        return bool(self._stores) and bool(self._due())
+
     def adopt(self, find: Callable[[str], nn.Module]) -> bool:
         """Load what is newer than what the models hold; whether there was anything."""
-        return bool(self._stores) and self.take(lambda model_id, weights: load_weights(find(model_id), weights))
+        return self.take(lambda model_id, weights: load_weights(find(model_id), weights))
 
     def take(self, load: Callable[[str, Values], object]) -> bool:
         """Let `load` copy what is newer than what it has got, again if it changes meanwhile; whether anything was."""

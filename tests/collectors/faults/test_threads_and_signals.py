@@ -431,10 +431,12 @@ def test_an_interrupted_reset_here_is_done_or_begun_anew(kind: Kind, make: Make,
 @over((SINGLE,))
 def test_the_first_weights_may_be_interrupted(kind: Kind, make: Make) -> None:
     for number in range(1, 10_000, 1 if LONG else 5):
-        collector = make(policy=net(), **ENDLESS)
+        collector = make(policy=net(), track_policy_version=True, **ENDLESS)
         with handled(raise_tick):
             if not at_instruction(number, partial(collector.update_policy_weights_, net(1.0))):
                 break
+        batch = collector.next()  # version and weights of the beginning, or those that came
+        assert {*batch["action"].flatten().tolist()} == {*batch["policy_version"].flatten().tolist()}
         collector.update_policy_weights_(net(2.0))
         assert (collector.next()["action"] == 2.0).all()
         collector.shutdown()
