@@ -321,7 +321,8 @@ class Barrier(Delivery):
                     self.pool.carrier.interrupt(part.index, part.ticket)
                 enough = None
             self.pool.attend(LOOK_S)
-        return [part for part in parts if self.pool.take(part)]
+        with self.pool.section.lock:  # a thread that gives up parts takes and marks them in one
+            return [part for part in parts if self.pool.take(part)]
 
 
 class FirstCome(Delivery):
