@@ -35,7 +35,7 @@ REST_S = 60.0
 STOP_S, EXIT_S = 5.0, 1.0
 """How long a thread may take to end, and how long all may at the end of the program."""
 ATTEND_S = 0.05
-"""How often workers are attended to while they rest, and how long before they are ended."""
+"""How often workers are attended to while they rest."""
 SWITCH_S = 0.0001
 """How long a thread may keep the interpreter while a collector runs in the background."""
 
@@ -88,20 +88,15 @@ class FreeRunning:
                     self._take(parts)
                 del parts  # its claims to slots
         except BaseException as error:
-            pool = self._delivery.pool
-            if not (self._is_stopping and pool.is_closed) or error is pool.failure:
-                self._fail(error)
+            if not (self._is_stopping and self._delivery.pool.is_closed):
+                annotate(error, f"Raised while {self._name} collected in the background.")
+                self.error, self._traceback = error, error.__traceback__
+                _failed.add(self)
         finally:
             _running.discard(self)
             _Switching.end()
             with self._turn:
                 self._turn.notify_all()
-
-    def _fail(self, error: BaseException) -> None:
-        if self.error is None:
-            annotate(error, f"Raised while {self._name} collected in the background.")
-            self.error, self._traceback = error, error.__traceback__
-            _failed.add(self)
 
     def _may_go_on(self) -> bool:
         """Rest for as long as a caller wants it; whether to go on then."""
@@ -192,14 +187,6 @@ class FreeRunning:
     def _interrupt(self) -> None:
         for index in self._delivery.pool.indices:
             self._delivery.pool.carrier.interrupt(index)
-
-    def look_at_workers(self) -> None:
-        """Before they are ended: a death that nobody was told of yet could not be told from that any more."""
-        if self.is_alive and not self.is_here:
-            try:
-                self._delivery.pool.attend(ATTEND_S)
-            except Exception as error:
-                self._fail(error)
 
     def ask_to_stop(self) -> None:
         """Let the thread end after its current step."""

@@ -182,8 +182,6 @@ class MultiCollector(BaseCollector):
             return
         free = self._free
         if free is not None:
-            if self._pool.supervision.on_failure == "raise":
-                free.look_at_workers()
             free.ask_to_stop()
         self._pool.shutdown(timeout)
         if free is not None:

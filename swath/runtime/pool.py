@@ -385,8 +385,6 @@ class Pool(Generic[W]):
 
     def fail(self, index: int, error: BaseException) -> None:
         """A worker is of no use any more: raise `error`, or mend what it has broken."""
-        if self.is_closed:  # we have ended it ourselves
-            raise ClosedError(f"{self.name} was shut down while it was waited for.")
         if index in self._joining:  # whoever adds it raises that
             self._joining[index] = error
             return self.remove(index)
