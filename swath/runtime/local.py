@@ -11,7 +11,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeVar
 
 import torch
 
@@ -21,9 +20,7 @@ from swath.runtime.carrier import Finished, Message, News, Order, Subscribe, Tas
 from swath.runtime.columns import Columns, Leaf, Place
 from swath.runtime.session import Session
 from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore
-from swath.runtime.work import Work
-
-W = TypeVar("W", bound=Work)
+from swath.runtime.work import W
 
 
 class LocalLink:

@@ -15,7 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic
 
 from swath.errors import ClosedError, StallWarning, WorkerDiedError, WorkerRestartedWarning, annotate
 from swath.runtime.carrier import (
@@ -35,13 +35,10 @@ from swath.runtime.interrupts import Section, undisturbed
 from swath.runtime.local import LocalCarrier
 from swath.runtime.supervision import Owner, Replacements, Supervision, WorkerClocks
 from swath.runtime.turns import Turns
-from swath.runtime.work import Work as Work
+from swath.runtime.work import W
 
 LOOK_S = 1.0
 """How often a thread that waits looks for workers that have stalled."""
-
-
-W = TypeVar("W", bound=Work)
 
 
 class Pool(Generic[W]):

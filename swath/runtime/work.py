@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from swath.runtime.columns import Place
 
@@ -22,3 +23,6 @@ class Work:
     """Whether its worker was dropped before it was done, or it was given up."""
     is_given_up: bool = False
     """Whether that was on purpose, as for a new seed."""
+
+
+W = TypeVar("W", bound=Work)
