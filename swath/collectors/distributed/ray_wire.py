@@ -49,6 +49,8 @@ SMALL = 64 * 1024
 """Up to so many bytes a body goes along with its parcel, which is faster than by way of the object store."""
 COME = 0.9
 """The part of `start_timeout_s` within which an actor must be there: so the error tells that it was this."""
+LOOK_S = 1.0
+"""How often one who waits looks whether Ray was shut down: a wait that has begun does not end by it."""
 ROOM_S = 10.0
 """After how many seconds users are told what an actor waits for."""
 
@@ -190,7 +192,8 @@ class RayWire(BodyWire):
 
     def receive(self) -> bytes:
         try:
-            wait([self._stream], fetch_local=False)
+            while not wait([self._stream], timeout=LOOK_S, fetch_local=False)[0]:
+                check_ray()
             check_ray()
             parcel, self._body = get(next(self._stream))
         except FAILURES as error:  # the stream has ended, or the actor, or Ray
