@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict.nn import InteractionType, ProbabilisticTensorDictModule, TensorDictModule
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from swath.envs.rows import Rows
@@ -197,12 +197,15 @@ class Composition:
         self._lazy = [weight for weight in weights if nn.parameter.is_lazy(weight)]
         self._weights = [weight for weight in weights if not nn.parameter.is_lazy(weight)]
         self._memory = [weight.detach() for weight in self._weights]  # which no other weight can get meanwhile
+        is_plain = all(weight.device.type == "cpu" and weight.layout is torch.strided for weight in self._weights)
+        self._is_set_to = torch.Tensor.is_set_to if is_plain else _is_set_to
         self._has_rare = bool(self._lazy or self._switched or any([len(own.keys()) for own in self._given]))
         self._held, self._before = self._holding(), self._look()
 
     def _holding(self) -> list[Any]:
         """Modules, weights, hooks and settings, in order; they stay alive here, so that no other takes their id."""
-        held = list(chain.from_iterable(map(dict.values, chain.from_iterable(map(HOLDERS, self._attributes)))))
+        holders = filter(None, chain.from_iterable(map(HOLDERS, self._attributes)))  # most are empty
+        held = list(chain.from_iterable(map(dict.values, holders)))
         held += [attributes.get(name) for attributes, name in self._settings]
         return held
 
@@ -210,7 +213,7 @@ class Composition:
         return [
             has_global_extras(),
             list(map(contains, self._attributes, repeat("forward"))),
-            [(weight.data_ptr(), weight.shape, weight.stride()) for weight in self._weights],
+            all(map(self._is_set_to, self._weights, self._memory)),
             self._look_at_the_rare() if self._has_rare else [len(own.keys()) for own in self._given],
         ]
 
@@ -226,6 +229,11 @@ class Composition:
         """Whether it is made of something else by now."""
         held, before = self._holding(), self._held
         return len(held) != len(before) or not all(map(is_, held, before)) or self._look() != self._before
+
+
+def _is_set_to(weight: Tensor, other: Tensor) -> bool:
+    """Whether both are the same memory, seen in the same way; torch's own method does not know all devices."""
+    return (weight.data_ptr(), weight.shape, weight.stride()) == (other.data_ptr(), other.shape, other.stride())
 
 
 HOLDERS = itemgetter("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")

@@ -47,6 +47,11 @@ def swap_the_data(policy: Any) -> None:
         weight.data = torch.randn_like(weight)
 
 
+def see_the_same_memory_otherwise(policy: Any) -> None:
+    weight = zoo.layers_of(policy)[0].weight
+    weight.data = weight.data[:1].expand_as(weight)
+
+
 def widen(policy: Any) -> None:
     """Without telling the layers, whose in_features and out_features stay as they were."""
     first, _, last = zoo.layers_of(policy)
@@ -94,7 +99,7 @@ def replace_the_network(policy: Any) -> None:
 CHANGES = [
     *(change_in_place, step_an_optimizer, load_others, assign_others, replace_a_parameter, swap_the_data, widen),
     *(remove_a_bias, replace_an_activation, replace_an_activation_at_the_same_address, replace_a_layer, add_layers),
-    *(replace_the_network, put_in_a_layer_norm),
+    *(replace_the_network, put_in_a_layer_norm, see_the_same_memory_otherwise),
 ]
 
 
