@@ -22,7 +22,7 @@ class BufferSink:
         self.stopping: Callable[[], bool] | None = None
         """Asked while the buffer makes us wait, in the background."""
         self._buffer: Any = config.replay_buffer
-        self._transform = Transform(bool(config.split_trajs), config.postproc).for_buffer()
+        self._transform = Transform(bool(config.split_trajs), config.postproc).if_any()
         self._whole, self._at_a_time = config.trajs_per_batch is not None, config.trajs_per_write
         self._terms, self._episodes = terms, episodes
         self._writers: dict[int, BufferWriter] = {}

@@ -287,7 +287,7 @@ class CommonConfig:
             shares_policy=shares_policy,
             init_random_frames=(self.init_random_frames or 0) if writes else 0,
             whole_episodes=self.trajs_per_batch is not None,
-            transform=Transform(bool(self.split_trajs), self.postproc).for_buffer() if writes else None,
+            transform=Transform(bool(self.split_trajs), self.postproc).if_any() if writes else None,
         )
 
 
@@ -298,7 +298,7 @@ class Transform:
     splits: bool
     postproc: PostProc | None
 
-    def for_buffer(self) -> Transform | None:
+    def if_any(self) -> Transform | None:
         """Itself, or None if it changes nothing."""
         return self if self.splits or self.postproc is not None else None
 

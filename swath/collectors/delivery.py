@@ -15,7 +15,7 @@ from swath.collectors.worker import BatchLayout, Collect, Fill
 from swath.rollout.budget import FrameBudget
 from swath.rollout.loop import Receipt
 from swath.rollout.slots import Arena, Slot
-from swath.runtime.columns import Columns
+from swath.runtime.columns import Columns, Place
 from swath.runtime.pool import LOOK_S, Pool
 from swath.runtime.work import Work
 from swath.weights import Publisher
@@ -24,19 +24,23 @@ BY_POLICY, AT_RANDOM = Collect(False), Collect(True)
 OVER, GIVEN_UP = attrgetter("is_over"), attrgetter("is_given_up")
 
 
-@dataclass(eq=False)
 class Part(Work):
-    """A worker's part of a batch: in a slot, or in the replay buffer."""
+    """A worker's part of a batch: in a slot, or in the replay buffer.
 
-    steps: int = 0
+    Attributes:
+        row: which row of the slot's first dimension it is, where all workers share a slot.
+        version: of the weights when it was given out: it is done with these or newer ones.
+        claim: keeps the slot for this part until it is delivered or forgotten; see NOTE [Slot ownership].
+    """
+
     arena: Arena | None = None
     slot: Slot | None = None
     row: int | None = None
-    """Which row of the slot's first dimension it is, where all workers share a slot."""
-    version: int = 0
-    """Of the weights when it was given out: it is done with these or newer ones."""
     claim: object = None
-    """Keeps the slot for this part until it is delivered or forgotten; see NOTE [Slot ownership]."""
+
+    def __init__(self, index: int, request: object, steps: int, version: int, place: Place | None = None) -> None:
+        self.index, self.request, self.place = index, request, place
+        self.steps, self.version = steps, version
 
     @property
     def frames(self) -> int:
@@ -222,8 +226,8 @@ class Delivery(ABC):
 
     def _part(self, index: int, steps: int, random: bool, arena: Arena, slot: Slot, row: int | None = None) -> Part:
         lanes, work = self.terms.lanes, AT_RANDOM if random else BY_POLICY
-        part = Part(index, work, slot.place((row or 0) * lanes, lanes), steps=steps, arena=arena, slot=slot, row=row)
-        part.version, part.claim = self.terms.version(), slot.claim()
+        part = Part(index, work, steps, self.terms.version(), slot.place((row or 0) * lanes, lanes))
+        part.arena, part.slot, part.row, part.claim = arena, slot, row, slot.claim
         return part
 
 
@@ -262,7 +266,7 @@ class Barrier(Delivery):
 
     def _fills(self, shares: dict[int, int]) -> list[Part]:
         """A part for each worker, in the replay buffer."""
-        return [Part(i, Fill(n, self.terms.steps[i]), steps=n) for i, n in shares.items()]
+        return [Part(i, Fill(n, self.terms.steps[i]), n, self.terms.version()) for i, n in shares.items()]
 
     def _shares(self) -> dict[int, int]:
         """How many steps each worker makes for the next batch: what the budget leaves of what was asked for."""
@@ -284,8 +288,11 @@ class Barrier(Delivery):
             arena = self._arena(("all", len(shares)), (len(shares), *own))
             slot = arena.acquire(next(iter(shares.values())))
             return [self._part(i, n, random, arena, slot, row) for row, (i, n) in enumerate(shares.items())]
-        arenas = [(i, n, self._arena(i, own)) for i, n in shares.items()]
-        return [self._part(i, n, random, arena, arena.acquire(n)) for i, n, arena in arenas]
+        parts = []
+        for index, steps in shares.items():
+            arena = self._arena(index, own)
+            parts.append(self._part(index, steps, random, arena, arena.acquire(steps)))
+        return parts
 
     def _await(self, fills: bool) -> list[Part]:
         """Have the parts collected, by those workers that are there; again, if another thread has made them void.

@@ -137,8 +137,7 @@ class FirstCome(Delivery):
             if not steps:
                 return False
             if self.terms.writes:
-                fill = Fill(steps, self.terms.steps[index])
-                part = Part(index, fill, steps=steps, version=self.terms.version())
+                part = Part(index, Fill(steps, self.terms.steps[index]), steps, self.terms.version())
             else:
                 part = self._in_slot(index, steps, self.budget.spent + begun)
             pool.issue(part)

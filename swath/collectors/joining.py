@@ -21,11 +21,12 @@ def each_part(parts: Sequence[Part], keys: Sequence[Key]) -> list[TensorDictBase
         whole = _taken(parts, keys)
         with trainable():
             return [whole[part.row][..., : part.collected.steps] for part in parts]
-    return [_alone(part, keys) for part in parts]
+    return [alone(part, keys) for part in parts]
 
 
-def _alone(part: Part, keys: Sequence[Key]) -> TensorDictBase:
-    return _taken([part], keys, part.collected.steps)
+def alone(part: Part, keys: Sequence[Key]) -> TensorDictBase:
+    """The batch of a worker whose slot is its own."""
+    return _taken((part,), keys, part.collected.steps)
 
 
 def _taken(parts: Sequence[Part], keys: Sequence[Key], steps: int | None = None) -> TensorDictBase:
@@ -61,7 +62,7 @@ def _joined(parts: Sequence[Part], keys: Sequence[Key], how: int | str, marks_ga
         if marks_gaps or not is_full:
             return _with_gaps(whole, parts, how)
         return whole if how == STACK else _concatenated_view(whole, how)
-    batches = [_alone(part, keys) for part in parts]
+    batches = [alone(part, keys) for part in parts]
     if how != STACK:
         return named(torch.cat(batches, int(how)))
     if len({batch.shape for batch in batches}) == 1:

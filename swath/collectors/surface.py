@@ -27,7 +27,7 @@ from swath.collectors.control import Control
 from swath.collectors.delivery import Part
 from swath.collectors.first_come import FirstCome
 from swath.collectors.free_running import FreeRunning
-from swath.collectors.joining import each_part
+from swath.collectors.joining import alone, each_part
 from swath.collectors.pausing import Pause
 from swath.collectors.progress import Progress
 from swath.collectors.reflection import argument
@@ -65,7 +65,7 @@ class BaseCollector(Control, IterableDataset[Any]):
     def __init__(self, config: CommonConfig) -> None:
         """Keep the checked `config`; a subclass makes the rest and then calls `_open`."""
         super().__init__(config)
-        self._transform = Transform(bool(config.split_trajs), config.postproc)
+        self._transform = Transform(bool(config.split_trajs), config.postproc).if_any()
         self._stream: Iterator[TensorDictBase | None] | None = None
         self._same: TensorDictBase | None = None
         self._storing: dict[int, torch.device | None] = {}
@@ -108,7 +108,7 @@ class BaseCollector(Control, IterableDataset[Any]):
             return map(self._sink.take, self._parts())
         if self.config.replay_buffer is not None:
             return (None for _ in self._parts())
-        return map(self._deliver, map(self._assemble, self._parts()))  # a loop would keep hold of the last batch
+        return map(self._deliver, self._parts())  # a loop would keep hold of the last batch
 
     def _parts(self) -> Iterator[list[Part]]:
         """The parts of each batch, until the budget is spent, which shuts down."""
@@ -125,7 +125,7 @@ class BaseCollector(Control, IterableDataset[Any]):
                 break
             yield parts
             del parts  # its claims to slots
-            if not self.closed:
+            if not self.closed and self._weights.is_periodic:
                 self._weights.at_batch("after")
         self._end()
 
@@ -138,7 +138,7 @@ class BaseCollector(Control, IterableDataset[Any]):
 
     def _assemble(self, parts: list[Part]) -> TensorDictBase:
         """The batch of these parts, before any post-processing, where it is to lie."""
-        return self._stored(each_part(parts, self._delivery.terms.layout.delivered)[0], parts[0].index)
+        return self._stored(alone(parts[0], self._delivery.terms.layout.delivered), parts[0].index)
 
     def _stored(self, batch: TensorDictBase, worker: int = 0) -> TensorDictBase:
         if worker not in self._storing:
@@ -156,8 +156,10 @@ class BaseCollector(Control, IterableDataset[Any]):
         leaves = {key: layout.leaves[key] for key in layout.delivered}
         return self._stored(named_batch(Columns(leaves, batch_size).tensors, batch_size))
 
-    def _deliver(self, batch: TensorDictBase) -> TensorDictBase:
-        batch = self._transform(batch)
+    def _deliver(self, parts: list[Part]) -> TensorDictBase:
+        batch = self._assemble(parts)
+        if self._transform is not None:
+            batch = self._transform(batch)
         if not self.config.return_same_td:
             return batch
         if self._same is None:
@@ -176,7 +178,7 @@ class BaseCollector(Control, IterableDataset[Any]):
         source = self._parts()
         while True:
             while taken := self._taken_episodes(count, form):  # also what an earlier loop has left
-                yield self._transform(taken.pop())
+                yield taken.pop() if self._transform is None else self._transform(taken.pop())
             if next(map(self._cut, source), None) is None:
                 break
         self._episodes.clear()

@@ -47,6 +47,8 @@ class WeightsControl:
         self._pool, self._publisher, self._given, self.workers = pool, publisher, given_policy, workers
         self._publishing = threading.RLock()
         self._when, self._interval, self._batches = update_when, interval, 0
+        self.is_periodic = interval is not None
+        """Whether weights are published by themselves."""
         self.free: FreeRunning | None = None
         """The thread in which the collector runs, once it is started."""
         self._is_published = interval is not None or not isinstance(given_policy, nn.Module)
@@ -61,7 +63,7 @@ class WeightsControl:
 
     def at_batch(self, when: str) -> None:
         """Publish the policy's weights, if that is due "before" or "after" this batch."""
-        if when == "before" and not self._is_published:
+        if when == "before" and not self._is_published and self._acts_with_copy:
             self.notice_training()
         if self._interval is None or self._when != when:
             return

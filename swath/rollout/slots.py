@@ -58,8 +58,9 @@ class Slot:
             if self._is_on_cpu
         }
         """The same as they are handed out; see NOTE [Slot ownership]."""
-        self._claimed = np.empty(0)
-        self._holders = [self._claimed, *self._shaped.values()]
+        self.claim: object = np.empty(0)
+        """Something that keeps the slot from being used for anything else for as long as it is held."""
+        self._holders = [self.claim, *self._shaped.values()]
         self._unheld = list(map(getrefcount, self._holders))
         self._places: dict[int, Place] = {}
         self._form: tuple[Sequence[Key], list[int], Mould] | None = None
@@ -98,10 +99,6 @@ class Slot:
         """Let it not be used again if somebody has it, where its memory is the same in a fork; in any thread."""
         if self.memory.block is not None and not self.is_free:
             self.is_retired = True
-
-    def claim(self) -> object:
-        """Something that keeps the slot from being used for anything else for as long as it is held."""
-        return self._claimed
 
     def place(self, first_row: int, rows: int) -> Place:
         """Where a worker writes its rows, of which there are always as many."""

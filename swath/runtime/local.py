@@ -51,8 +51,9 @@ class LocalLink:
 
     def memory(self, place: Place) -> Columns:
         """The worker's rows of the memory; the memory itself, if they are all of it."""
-        assert place.memory is not None
-        return place.memory.part(place.first_row, place.first_row + place.rows)
+        memory = place.memory
+        assert memory is not None
+        return memory if place.rows == memory.shape[0] else memory.part(place.first_row, place.first_row + place.rows)
 
     def finish(self, order: Order, receipt: object) -> None:
         self.send(Finished(order.ticket, receipt))
@@ -109,7 +110,8 @@ class LocalCarrier:
     def has_mail(self) -> bool:
         """Whether anything but orders waits to be seen to, on either side."""
         for index, session in list(self._sessions.items()):
-            if session.has_questions() or self._links[index].to_pool:
+            link = self._links[index]
+            if link.to_worker or link.to_pool or session.control:
                 return True
         return False
 

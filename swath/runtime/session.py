@@ -37,7 +37,8 @@ class Session:
 
     def __init__(self, task: Task, link: Link) -> None:
         self._link = link
-        self._control: deque[Message] = deque()
+        self.control: deque[Message] = deque()
+        """What is to be seen to before the next order."""
         self._orders: deque[Order] = deque()
         try:
             self.job = task.begin(link)
@@ -63,8 +64,8 @@ class Session:
             is_there = self._has_next(wait)
         except Exception as error:  # what the parent can import, a worker may not
             self._fail(error, "reading a message")
-        if is_there and self._control:
-            return self._see_to(self._control[0])
+        if is_there and self.control:
+            return self._see_to(self.control[0])
         if self._orders:  # a signal handler may just have discarded them
             self._work(self._orders.popleft())
         return True
@@ -76,11 +77,11 @@ class Session:
         or work was discarded for it.
         """
         try:
-            if message not in self._control:  # who has come in between has seen to it
+            if message not in self.control:  # who has come in between has seen to it
                 return True
             if within_work and isinstance(message, Question) and message.discards_work:
                 return True  # it waits for the end of what it discards
-            self._control.remove(message)
+            self.control.remove(message)
             match message:
                 case Stop():
                     return False
@@ -89,19 +90,19 @@ class Session:
                 case Subscribe(topic=topic, snapshots=snapshots):
                     self.job.subscribe(topic, snapshots)
         except BaseException as error:
-            is_interrupt = not isinstance(error, Exception) and message not in self._control
+            is_interrupt = not isinstance(error, Exception) and message not in self.control
             is_vain = (
                 isinstance(message, Question) and message.asker == threading.get_ident() and not message.discards_work
             )
             if is_interrupt and not is_vain:
-                self._control.appendleft(message)
+                self.control.appendleft(message)
             raise
         return True
 
     def answer_questions(self, within_work: bool = False) -> None:
         """See to all questions that have come, and to no order; some have to wait if this is within one."""
         self.has_questions()
-        for message in list(self._control):
+        for message in list(self.control):
             self._see_to(message, within_work)
 
     def _has_next(self, wait: bool) -> bool:
@@ -116,7 +117,7 @@ class Session:
         """Whether something is to be seen to before the next order."""
         if self._link.has_news():
             self._take_in(wait=False)
-        return bool(self._control)
+        return bool(self.control)
 
     def _take_in(self, wait: bool) -> None:
         with undisturbed if self._link.is_local else contextlib.nullcontext():
@@ -126,7 +127,7 @@ class Session:
                 else:
                     if isinstance(message, Question) and message.discards_work:
                         self._orders.clear()  # those that were sent before it: one that comes later is meant
-                    self._control.append(message)
+                    self.control.append(message)
 
     def _work(self, order: Order) -> None:
         self._link.finish(order, self.perform(order))
@@ -146,7 +147,7 @@ class Session:
                 value = Packed(pack(value, by_value=True)[0])
         except NotNowError as error:
             if question.asker != threading.get_ident():
-                self._control.append(question)  # it is answered when the order is done
+                self.control.append(question)  # it is answered when the order is done
             else:  # a signal handler, for whose end that waits
                 self._link.send(Answer(question.number, failure=error))
         except Exception as error:

@@ -40,9 +40,10 @@ class Turns:
             if is_first:
                 with self._lock:
                     self._attendant = 0
-                    waiting, self._waiting = self._waiting, deque()  # a signal handler may come in between
-                    for one in waiting:
-                        one.release()
+                    if self._waiting:
+                        waiting, self._waiting = self._waiting, deque()  # a signal handler may come in between
+                        for one in waiting:
+                            one.release()
 
     @property
     def is_mine(self) -> bool:

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeVar
 
 from swath.runtime.columns import Place
 
 
-@dataclass(eq=False)
 class Work:
-    """Something for one worker to do."""
+    """Something for one worker to do. What has not become of it yet is left to the class: there is one for each batch.
 
-    index: int
-    request: object
-    place: Place | None = None
+    Attributes:
+        is_over: whether nothing more is to be waited for.
+        is_lost: whether its worker was dropped before it was done, or it was given up.
+        is_given_up: whether that was on purpose, as for a new seed.
+    """
+
     ticket: int = 0
     receipt: object = None
-    is_over: bool = False
-    """Whether nothing more is to be waited for."""
-    is_lost: bool = False
-    """Whether its worker was dropped before it was done, or it was given up."""
-    is_given_up: bool = False
-    """Whether that was on purpose, as for a new seed."""
+    is_over = is_lost = is_given_up = False
+
+    def __init__(self, index: int, request: object, place: Place | None = None) -> None:
+        self.index, self.request, self.place = index, request, place
 
 
 W = TypeVar("W", bound=Work)

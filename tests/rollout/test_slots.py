@@ -160,7 +160,7 @@ def test_the_slot_over_a_piece_of_memory_is_always_the_same() -> None:
 def test_a_claimed_slot_is_not_free() -> None:
     arena = arena_of((2,))
     slot = arena.acquire(4)
-    claim = slot.claim()
+    claim = slot.claim
     assert not slot.is_free
     assert arena.acquire(4) is not slot
     handed_out = slot.hand_out(LEAVES, 4)
