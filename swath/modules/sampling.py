@@ -28,8 +28,10 @@ from swath.modules.stages import Filled, Stage
 from swath.modules.tanh_normal import EDGE, TanhNormal, squashed_log_prob, unsquash
 
 TINY = np.finfo(np.float32).tiny
-FEW = 16
+FEW = 8
 """So many numbers are handled one by one in less time than it takes to call numpy."""
+SOME = 96
+"""So many exponentials are added up by one slow call in less time than by several quick ones."""
 
 
 class SamplingStage(Stage):
@@ -123,6 +125,7 @@ class CategoricalStage(SamplingStage):
         """Where the logits of each frame of a slot begin."""
         self._shape = self._params[0].shape
         self._one_hot = np.eye(self._shape[-1], dtype=self._action.dtype) if self._action.ndim == 2 else None
+        self._is_plain = self._one_hot is None and len(self._params) == 1
 
     @property
     def fits(self) -> bool:
@@ -136,7 +139,7 @@ class CategoricalStage(SamplingStage):
         if not self._greedy:
             if self._noise is None or len(self._noise) != steps:
                 self._drawn = torch.empty(steps, *self._shape, dtype=torch.float32, device="cpu")
-                self._noise, self._least = self._drawn.numpy(), np.full(self._shape[-1], TINY)
+                self._noise, self._least = self._drawn.numpy(), np.full((1, *self._shape), TINY)
             self._drawn.exponential_(generator=generator)
             np.maximum(self._noise, self._least, out=self._noise)  # or the logarithm of zero would be warned of
             np.log(self._noise, self._noise)
@@ -152,6 +155,16 @@ class CategoricalStage(SamplingStage):
             scores.argmax(1, action)
         else:
             self._one_hot.take(scores.argmax(1), 0, action)
+
+    def finish(self, columns: Mapping[Key, np.ndarray], filled: Filled) -> None:
+        """Check and compute: of a single frame, as in a slot of one step, without a detour by way of numpy."""
+        logits = columns[self._keys[0]]
+        if logits.size > FEW or logits.shape[:2] != (1, 1) or not self._is_plain or self._is_prompt:
+            super().finish(columns, filled)
+        elif isinstance(filled, tuple) or filled.all():
+            score = self._judge_one(logits.tolist()[0][0], columns[self._keys[1]].item())
+            if self._log_prob is not None:
+                columns[self._log_prob][0, 0] = score
 
     def _judge(self, *values: np.ndarray) -> Any:
         logits, *mask, choice = values
@@ -169,16 +182,20 @@ class CategoricalStage(SamplingStage):
             return None
         if len(self._firsts) != top.size:
             self._firsts = np.arange(top.size) * logits.shape[-1]
-        shifted = logits - top[..., None]
-        scores: np.ndarray = shifted.reshape(-1).take(choice.reshape(-1) + self._firsts).reshape(top.shape)
-        scores -= np.log(np.add.reduce(np.exp(shifted, shifted), -1))
+        scores: np.ndarray = logits.reshape(-1).take(choice.reshape(-1) + self._firsts).reshape(top.shape)
+        if logits.shape[-1] == 2 or logits.size <= SOME:
+            scores -= np.logaddexp.reduce(logits, -1)
+        else:
+            scores -= top
+            scores -= np.log(np.add.reduce(np.exp(logits - top[..., None]), -1))
         return scores
 
     def _judge_one(self, logits: list[float], choice: int) -> float:
         """The same for one row: numpy takes ten times as long for a few numbers."""
         top = max(logits)
         total = sum([math.exp(logit - top) for logit in logits]) if math.isfinite(top) else math.nan
-        _must_hold(total == total, self._keys[0], "Categorical")
+        if total != total:
+            _must_hold(False, self._keys[0], "Categorical")
         return logits[choice] - top - math.log(total)
 
 
