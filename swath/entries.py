@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from operator import itemgetter
@@ -49,13 +49,13 @@ class Mould:
 
     def __init__(
         self,
-        keys: Sequence[Key],
+        places: Mapping[Key, int],
         batch_size: Sequence[int],
         device: torch.device | None,
         names: Sequence[str | None] | None = None,
     ) -> None:
-        """Have a place for each of `keys`."""
-        tree = nest((key, place) for place, key in enumerate(keys))
+        """For each key, take what lies at its place among the sources."""
+        tree = nest(places)
         self._set_up(tree, torch.Size(batch_size), device, None if names is None else list(names))
 
     def _set_up(self, tree: Mapping[str, Any], size: torch.Size, device: Any, names: list[str | None] | None) -> None:
@@ -63,18 +63,20 @@ class Mould:
         own = {name: place for name, place in tree.items() if not isinstance(place, Mapping)}
         self._leaves, places = tuple(own), list(own.values())
         self._places = itemgetter(*places, *places[:1]) if places else None
-        """Names, and their entries; the first comes twice, as of one alone there would be no tuple."""
+        """Names, and what their entries are made of; the first comes twice, as of one alone there would be no tuple."""
         self._inner: list[tuple[str, Mould]] = []
         for name, place in tree.items():
             if isinstance(place, Mapping):
                 self._inner.append((name, Mould.__new__(Mould)))
                 self._inner[-1][1]._set_up(place, size, device, names)
 
-    def cast(self, entries: Sequence[Any]) -> TensorDict:
-        """A TensorDict of `entries`, which are in the order of the keys; nested ones come last."""
-        source = {} if self._places is None else dict(zip(self._leaves, self._places(entries), strict=False))
+    def cast(self, sources: Sequence[Any], make: Callable[[Any], Any]) -> TensorDict:
+        """A TensorDict of what `make` makes of `sources`; nested ones come last."""
+        source = {}
+        if self._places is not None:
+            source = dict(zip(self._leaves, map(make, self._places(sources)), strict=False))
         for name, inner in self._inner:
-            source[name] = inner.cast(entries)
+            source[name] = inner.cast(sources, make)
         device, names = self._device, None if self._names is None else self._names.copy()
         if not _IS_KNOWN:
             made: TensorDict = _new(source, batch_size=self._size, device=device, names=names)

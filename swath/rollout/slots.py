@@ -63,8 +63,8 @@ class Slot:
         self._holders = [self.claim, *self._shaped.values()]
         self._unheld = list(map(getrefcount, self._holders))
         self._places: dict[int, Place] = {}
-        self._form: tuple[Sequence[Key], list[int], Mould] | None = None
-        """Of the last batch: its keys, where their arrays are among the holders, and what makes it."""
+        self._form: tuple[Sequence[Key], Mould] | None = None
+        """Of the last batch: its keys, and what makes it of the holders."""
         self.bound: Any = None
         """What whoever fills the slot remembers of it,"""
         self.written: Any = None
@@ -128,12 +128,9 @@ class Slot:
         if steps < self.steps or not self._is_on_cpu:
             return named_batch(self.hand_out(keys, steps), (*self.batch_size, steps))
         if self._form is None or self._form[0] is not keys:
-            places = [list(self._shaped).index(key) + 1 for key in keys]
-            size = (*self.batch_size, steps)
-            self._form = keys, places, Mould(keys, size, None, time_named(size))
-        _, places, mould = self._form
-        holders, from_array = self._holders, torch.from_numpy
-        return mould.cast([from_array(holders[place]) for place in places])
+            places, size = {key: list(self._shaped).index(key) + 1 for key in keys}, (*self.batch_size, steps)
+            self._form = keys, Mould(places, size, None, time_named(size))
+        return self._form[1].cast(self._holders, torch.from_numpy)
 
 
 _slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
