@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from types import FrameType
 
 
 class Turns:
@@ -14,7 +15,9 @@ class Turns:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # no section: what an interrupt leaves is found by `_is_attended`
         self._attendant = 0
-        """The thread that is at it."""
+        """The thread that is at it,"""
+        self._frame: FrameType | None = None
+        """and the call by which it is."""
         self._waiting: deque[threading.Lock] = deque()
         """What wakes the others."""
 
@@ -27,7 +30,7 @@ class Turns:
         try:
             with self._lock:
                 if not self._attendant or not self._is_attended():
-                    is_first, self._attendant = True, me
+                    self._frame, self._attendant, is_first = sys._getframe(), me, True
                 elif self._attendant != me:
                     other = threading.Lock()
                     other.acquire()
@@ -39,7 +42,7 @@ class Turns:
         finally:
             if is_first:
                 with self._lock:
-                    self._attendant = 0
+                    self._attendant, self._frame = 0, None
                     if self._waiting:
                         waiting, self._waiting = self._waiting, deque()  # a signal handler may come in between
                         for one in waiting:
@@ -51,10 +54,15 @@ class Turns:
         return self._attendant == threading.get_ident() and self._is_attended()
 
     def _is_attended(self) -> bool:
-        """Whether the attendant is at it: an interrupt may have torn it away before it could say that it leaves."""
-        frame = sys._current_frames().get(self._attendant)
-        while frame is not None:
-            if frame.f_code is Turns.take.__code__ and frame.f_locals["self"] is self and frame.f_locals["is_first"]:
-                return True
-            frame = frame.f_back
+        """Whether the attendant is at it: an interrupt may have torn it away before it could say that it leaves.
+
+        A call that is not over cannot be cleared. (To look for it among those of its thread, which goes on meanwhile,
+        would be to look at memory that is in use for something else by then.)
+        """
+        frame = self._frame
+        try:
+            if frame is not None:
+                frame.clear()
+        except RuntimeError:
+            return True
         return False
