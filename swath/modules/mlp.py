@@ -31,7 +31,6 @@ from swath.modules.parts import name_of
 from swath.modules.stages import Stage
 from swath.runtime.columns import array_of
 
-InPlace = Callable[[np.ndarray], object]
 Arrays = Sequence[np.ndarray]
 Operation = Callable[[], object]
 """One call of a forward pass, bound to the arrays that it reads and writes."""
@@ -97,6 +96,15 @@ ACTIVATIONS: dict[type[nn.Module], Callable[[Any, np.ndarray], object]] = {
 """Elementwise activations, in place on an array, with the settings that the module has then."""
 
 
+def activating(module: nn.Module, x: np.ndarray) -> Operation:
+    """What activates `x` in place as `module` does: for the most common ones, numpy itself."""
+    if type(module) is nn.Tanh:
+        return partial(np.tanh, x, x)
+    if type(module) is nn.ReLU:
+        return partial(np.maximum, x, np.zeros_like(x), x)  # an array, which numpy handles at half the price
+    return partial(ACTIVATIONS[type(module)], module, x)
+
+
 def flatten(module: nn.Module) -> list[nn.Module] | None:
     """The layers of a (nested) nn.Sequential in order, or None if `module` has a forward of its own."""
     if isinstance(module, nn.Sequential) and (type(module).forward is nn.Sequential.forward or _is_peers(module)):
@@ -132,7 +140,7 @@ class Layer:
         self._bias = None if linear.bias is None else np.empty((lanes, outputs), weight.dtype)
         self._now = [array_of(x) for x in (linear.weight, linear.bias) if x is not None]
         """The parameters, over their memory; there is another plan when they lie elsewhere (see `Composition`)."""
-        self.activations: list[InPlace] = []
+        self.activations: list[Callable[[np.ndarray], Operation]] = []
         self.out = np.empty((lanes, outputs), weight.dtype)
 
     def fetch(self, is_live: bool) -> None:
@@ -156,7 +164,7 @@ class Layer:
         if self._bias is not None:
             is_one = is_live and len(self.out) == 1
             operations.append(partial(np.add, out, self._now[1][None] if is_one else self._bias[: len(out)], out))
-        return [*operations, *(partial(activation, out) for activation in self.activations)]
+        return [*operations, *(activation(out) for activation in self.activations)]
 
 
 class Norm:
@@ -281,10 +289,10 @@ class MLPStage(ArrayStage):
             if isinstance(module, nn.Linear):
                 self._layers.append(Layer(module, len(source)))
             elif type(module) in ACTIVATIONS:
-                self._layers[-1].activations.append(partial(ACTIVATIONS[type(module)], module))
+                self._layers[-1].activations.append(partial(activating, module))
             elif isinstance(module, nn.LayerNorm):
                 norms.append(Norm(module, self._layers[-1].out))
-                self._layers[-1].activations.append(norms[-1])
+                self._layers[-1].activations.append(partial(partial, norms[-1]))
         last = layers[-1]
         self._head = _NormalHead(last, targets[1]) if isinstance(last, NormalParamExtractor) else None
         heads = () if self._head is None else (self._head,)
