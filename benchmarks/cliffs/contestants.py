@@ -180,7 +180,7 @@ def _over(batches: Iterator[Any], cliff: Cliff, close: Callable[[], None]) -> Ru
     def collect() -> int:
         last.clear()
         last.append(next(batches))
-        if last[0] is None:
+        if last[0] is None or cliff.has_all_frames:
             return cliff.frames
         mask = last[0].get(("collector", "mask"), None)
         return int(last[0].numel()) if mask is None else int(mask.sum())

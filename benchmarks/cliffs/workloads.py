@@ -40,6 +40,11 @@ class Cliff:
     figures: tuple[Figure, ...] = (FRAMES,)
 
     @property
+    def has_all_frames(self) -> bool:
+        """Whether there are `frames` in every batch, so that nobody has to count them."""
+        return not {"trajs_per_batch", "split_trajs"} & self.options.keys()
+
+    @property
     def is_discrete(self) -> bool:
         return self.policy not in ("tanh_normal", "independent_normal")
 
