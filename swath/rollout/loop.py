@@ -255,13 +255,13 @@ class RolloutLoop:
         columns, settings = slot.columns, self.settings
         self.policy.finish(columns, self._acted(steps))
         for key in FLAGS:  # a lane that has ended is restarted at once, so that no root is ever done
-            columns[key][:] = False
+            columns[key][...] = False
         real, ended = self._real(slot, steps), None
         if has_ended or settings.set_truncated or real is not None:
-            columns[NEXT_DONE][:] = columns[NEXT_TERMINATED] | columns[NEXT_TRUNCATED]
+            columns[NEXT_DONE][...] = columns[NEXT_TERMINATED] | columns[NEXT_TRUNCATED]
             ended = self._by_lane(slot.array(NEXT_DONE)[:, :steps, 0]).copy()
         else:  # as in most small batches
-            columns[NEXT_DONE][:] = False
+            columns[NEXT_DONE][...] = False
         if settings.track_traj_ids:
             if ended is None:
                 slot.put(TRAJ_IDS, self.lanes.ids.current[:, None], steps)

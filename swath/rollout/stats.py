@@ -99,6 +99,8 @@ class EpisodeMeter:
         """Count a slot `[N, T]` in which no episode has ended, as in most small ones."""
         if reward.size == 1:
             self.returns[0] += reward.item()
+        elif reward.shape[1] == 1:
+            self.returns += reward[:, 0]
         else:
             self.returns += reward.sum(1, dtype=np.float64)
         self._steps += reward.shape[1]
@@ -115,11 +117,13 @@ class EpisodeMeter:
         cut = done if broken is None else done | broken
         if real is None and broken is None and done.shape[1] == 1:  # as is quicker, lane by lane
             self.go_on(reward)
-            for one in np.flatnonzero(done).tolist():
-                stats.episodes += 1
-                stats.returns.append(self.returns.item(one))
-                stats.lengths.append(self.lengths.item(one))
-                self.forget([one])
+            if ended := done.nonzero()[0].tolist():
+                every, lengths = self.returns, self.lengths
+                stats.episodes += len(ended)
+                for one in ended:
+                    stats.returns.append(every.item(one))
+                    stats.lengths.append(lengths.item(one))
+                    every[one], lengths[one] = 0.0, 0
             return
         if real is None and not cut.any():
             self.go_on(reward)

@@ -44,6 +44,9 @@ class TrajectoryIds:
         New trajectories are numbered in the order in which they begin, lanes in order where they begin together.
         """
         out[:] = self.current[:, None]
+        if done.shape[1] == 1:  # as is quicker
+            self.renew(done.nonzero()[0].tolist())
+            return
         last = np.argwhere(done.T)
         if len(last) <= FEW:
             for at, one in last.tolist():
