@@ -176,8 +176,10 @@ class CategoricalStage(SamplingStage):
             return [list(map(self._judge_one, *lane)) for lane in zip(logits.tolist(), choice.tolist(), strict=True)]
         # Reductions by their ufuncs: the methods of arrays take a detour by way of Python.
         top = np.maximum.reduce(logits, -1)
-        # Of a row without any finite logit, or with an infinite one, there are no probabilities either.
-        _must_hold(np.isfinite(top), self._keys[0], "Categorical")
+        flat = top.reshape(-1)
+        if not math.isfinite(flat.dot(flat)):  # one that is not finite, or very large
+            # Of a row without any finite logit, or with an infinite one, there are no probabilities either.
+            _must_hold(np.isfinite(top), self._keys[0], "Categorical")
         if self._log_prob is None:
             return None
         if len(self._firsts) != top.size:
