@@ -226,7 +226,8 @@ class Delivery(ABC):
 
     def _part(self, index: int, steps: int, random: bool, arena: Arena, slot: Slot, row: int | None = None) -> Part:
         lanes, work = self.terms.lanes, AT_RANDOM if random else BY_POLICY
-        part = Part(index, work, steps, self.terms.version(), slot.place((row or 0) * lanes, lanes))
+        place = slot.whole if row is None else slot.place(row * lanes, lanes)
+        part = Part(index, work, steps, self.terms.version(), place)
         part.arena, part.slot, part.row, part.claim = arena, slot, row, slot.claim
         return part
 
@@ -270,7 +271,9 @@ class Barrier(Delivery):
 
     def _shares(self) -> dict[int, int]:
         """How many steps each worker makes for the next batch: what the budget leaves of what was asked for."""
-        wanted = {index: self.terms.steps[index] for index in self.pool.indices}
+        wanted, workers = self.terms.steps.copy(), self.pool.carrier.workers
+        if [*wanted] != workers:
+            wanted = {index: wanted[index] for index in list(workers)}
         if self.budget.is_endless or self.budget.is_spent:
             return wanted
         lanes, begun, shares = self.terms.lanes, 0, dict[int, int]()

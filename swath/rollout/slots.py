@@ -62,6 +62,8 @@ class Slot:
         """Something that keeps the slot from being used for anything else for as long as it is held."""
         self._holders = [self.claim, *self._shaped.values()]
         self._unheld = list(map(getrefcount, self._holders))
+        self.whole = Place(memory, 0, self.lanes)
+        """Where a worker writes that has the slot for itself."""
         self._places: dict[int, Place] = {}
         self._form: tuple[Sequence[Key], Mould] | None = None
         """Of the last batch: its keys, and what makes it of the holders."""
