@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -102,6 +103,19 @@ class Receipt(NamedTuple):
         """Of slots that continue each other."""
         steps, frames = sum(one.steps for one in receipts), sum(one.frames for one in receipts)
         return Receipt(steps, frames, receipts[-1].version, receipts[0].begin, total=receipts[-1].total)
+
+
+class Bound(NamedTuple):
+    """What a loop remembers of a slot that it fills."""
+
+    loop: RolloutLoop
+    acted: list[Key]
+    before: list[tuple[Any, Any]]
+    """Pairs of columns and rows that are copied in a step before the policy acts,"""
+    behind: list[tuple[Any, Any]]
+    """and behind."""
+    sizes: list[Callable[[], Any]]
+    rewards: np.ndarray | None
 
 
 class RolloutLoop:
@@ -226,12 +240,15 @@ class RolloutLoop:
 
     def _copied(self, slot: Slot, acted: list[Key]) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
         """What is copied to `slot` in a step before the policy acts, and behind; remembered with the slot."""
-        if slot.bound is None or slot.bound[0] is not self or slot.bound[1] is not acted:
+        bound = slot.bound
+        if bound is None or bound.loop is not self or bound.acted is not acted:
             before = self._pairs(slot, self.lanes.present, self._seen)
             behind = self._pairs(slot, self.policy.outputs, acted)
             behind += self._pairs(slot, self.lanes.out, self._told, after)
-            slot.bound = self, acted, before, behind, self._numbers(slot, slot.steps)
-        return slot.bound[2], slot.bound[3]
+            is_here = isinstance(slot.columns[NEXT_REWARD], np.ndarray)  # else it has to be fetched each time
+            rewards = self._rewards(slot, slot.steps) if is_here else None
+            slot.bound = bound = Bound(self, acted, before, behind, self._sizes(slot, slot.steps), rewards)
+        return bound.before, bound.behind
 
     def _pairs(self, slot: Slot, rows: Rows, keys: Iterable[Key], named: Any = None) -> list[tuple[Any, Any]]:
         """(column, row) for each key: what is copied in a step. One lane is copied without its dimension."""
@@ -335,26 +352,36 @@ class RolloutLoop:
         stats.frames += frames
         stats.idle_frames += slot.lanes * steps - frames
         stats.batches += 1
-        rewards = slot.array(NEXT_REWARD)[:, :steps, 0]
+        bound = slot.bound if steps == slot.steps else None
+        rewards = None if bound is None else bound.rewards
+        if rewards is None:
+            rewards = self._rewards(slot, steps)
         if ended is None:
             meter.go_on(rewards)
         else:
             meter.measure(self._by_lane(rewards), ended, real, stats, self._broken())
-        self._warn_of_nan(slot, steps)
+        sizes = self._sizes(slot, steps) if bound is None else bound.sizes
+        for size in sizes:
+            found = size()
+            if found != found:
+                self._warn_of_nan(slot, steps, sizes)
+                break
         self.steps += steps
         return Receipt(steps, frames, self._acting, self.steps - steps, None, stats.frames)
 
-    def _numbers(self, slot: Slot, steps: int) -> list[Any]:
-        """What to look for NaN in, flat."""
-        return [slot.columns[name][:, :steps].reshape(-1) for _, name in self._suspect]
+    def _rewards(self, slot: Slot, steps: int) -> np.ndarray:
+        """The rewards of the first steps, by row and time."""
+        return slot.array(NEXT_REWARD)[:, :steps, 0]
 
-    def _warn_of_nan(self, slot: Slot, steps: int) -> None:
+    def _sizes(self, slot: Slot, steps: int) -> list[Callable[[], Any]]:
+        """What gives NaN if there is any, for each entry that may have some."""
+        flat = [slot.columns[name][:, :steps].reshape(-1) for _, name in self._suspect]
+        return [partial(numbers.dot, numbers) if len(numbers) <= SMALL else numbers.min for numbers in flat]
+
+    def _warn_of_nan(self, slot: Slot, steps: int, sizes: list[Callable[[], Any]]) -> None:
         """Once for each key: in what the env answered, and in what it began with."""
-        bound = slot.bound if steps == slot.steps else None
-        numbers = self._numbers(slot, steps) if bound is None else bound[4]
-        for (key, name), flat in zip(self._suspect, numbers, strict=True):
-            size = flat.dot(flat) if len(flat) <= SMALL else flat.min()  # either is NaN if anything is
-            if size == size or key in self._warned:
+        for (key, name), size in zip(self._suspect, sizes, strict=True):
+            if not math.isnan(size()) or key in self._warned:
                 continue
             column = slot.columns[name][:, :steps]
             self._warned.add(key)
