@@ -125,29 +125,22 @@ class LocalCarrier:
         self.is_at_work = True
         try:
             for index in self.workers:
-                works = outstanding[index]
-                if works and index in self._sessions:  # else a signal handler has just stopped it
-                    self._work(works, works[0], lock, finish)
+                works, session = outstanding[index], self._sessions.get(index)
+                if not works or session is None:  # a signal handler has just stopped it
+                    continue
+                work = works[0]
+                try:
+                    receipt = session.perform(Order(work.ticket, work.request, work.place))
+                except BaseException:
+                    work.is_over = work.is_lost = True
+                    with lock:
+                        if works and works[0] is work:
+                            works.popleft()
+                    raise
+                with lock:
+                    finish(index, work.ticket, receipt)
         finally:
             self.is_at_work = False
-
-    def _work(
-        self,
-        works: deque[W],
-        work: W,
-        lock: AbstractContextManager[bool],
-        finish: Callable[[int, int, object], None],
-    ) -> None:
-        try:
-            receipt = self._sessions[work.index].perform(Order(work.ticket, work.request, work.place))
-        except BaseException:
-            work.is_over = work.is_lost = True
-            with lock:
-                if works and works[0] is work:
-                    works.popleft()
-            raise
-        with lock:
-            finish(work.index, work.ticket, receipt)
 
     def receive(self) -> list[tuple[int, News]]:
         news: list[tuple[int, News]] = []

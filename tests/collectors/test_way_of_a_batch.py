@@ -57,7 +57,7 @@ def test_a_batch_takes_the_steps_of_the_design_in_order(make: Make, kind: Kind) 
         place = calls.index(step, place) + 1
 
 
-MANY = 130
+MANY = {"batch": 95, "buffer": 115}
 """Calls of functions, for a batch of one step of one lane. They were 250."""
 
 
@@ -70,7 +70,7 @@ def cartpole_actor() -> Any:
     )
 
 
-@pytest.mark.parametrize("into", ["batch", "buffer"])
+@pytest.mark.parametrize("into", MANY)
 def test_a_batch_of_one_step_takes_few_calls(into: str) -> None:
     """What a batch costs beside its steps, in calls of functions of ours: times would depend on the machine."""
     to = {"replay_buffer": buffer()} if into == "buffer" else {}
@@ -80,10 +80,13 @@ def test_a_batch_of_one_step_takes_few_calls(into: str) -> None:
         for _ in range(3):
             next(stream)
         calls = calls_during(lambda: next(stream))
-    assert len(calls) <= MANY, f"{len(calls)} calls: {calls}"
+    assert len(calls) <= MANY[into], f"{len(calls)} calls: {calls}"
 
 
-@pytest.mark.parametrize("step", [step for step in WAY if not step[1].startswith("_")], ids=":".join)
+BEGINNINGS = [("delivery.py", "next"), ("first_come.py", "next")]
+
+
+@pytest.mark.parametrize("step", [step for step in BEGINNINGS + WAY if not step[1].startswith("_")], ids=":".join)
 def test_the_design_page_names_each_step(step: tuple[str, str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
     file, function = step
