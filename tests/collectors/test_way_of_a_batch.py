@@ -28,7 +28,7 @@ WAY = [
     ("pool.py", "finish"),
     ("surface.py", "_deliver"),
 ]
-"""(file, function) of each step that can be seen in this process, after the delivery's `next`."""
+"""(file, function) of each step that can be seen in this process, after the delivery's."""
 
 
 def calls_during(do: Any) -> list[tuple[str, str]]:
@@ -52,7 +52,7 @@ def test_a_batch_takes_the_steps_of_the_design_in_order(make: Make, kind: Kind) 
     collector = make()
     calls = calls_during(collector.next)
     place = 0
-    for step in (("first_come.py" if kind is ASYNC_HERE else "delivery.py", "next"), *WAY):
+    for step in [("first_come.py" if kind is ASYNC_HERE else "delivery.py", "next"), *WAY]:
         assert step in calls[place:], f"{step} is not met after {calls[place - 1] if place else 'the beginning'}"
         place = calls.index(step, place) + 1
 
@@ -83,10 +83,7 @@ def test_a_batch_of_one_step_takes_few_calls(into: str) -> None:
     assert len(calls) <= MANY[into], f"{len(calls)} calls: {calls}"
 
 
-BEGINNINGS = [("delivery.py", "next"), ("first_come.py", "next")]
-
-
-@pytest.mark.parametrize("step", [step for step in BEGINNINGS + WAY if not step[1].startswith("_")], ids=":".join)
+@pytest.mark.parametrize("step", [step for step in WAY if not step[1].startswith("_")], ids=":".join)
 def test_the_design_page_names_each_step(step: tuple[str, str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
     file, function = step
