@@ -158,8 +158,7 @@ class BaseCollector(Control, IterableDataset[Any]):
 
     def _deliver(self, parts: list[Part]) -> TensorDictBase:
         batch = self._assemble(parts)
-        if self._transform is not None:
-            batch = self._transform(batch)
+        batch = batch if self._transform is None else self._transform(batch)
         if not self.config.return_same_td:
             return batch
         if self._same is None:
