@@ -32,6 +32,8 @@ FEW = 8
 """So many numbers are handled one by one in less time than it takes to call numpy."""
 SOME = 96
 """So many exponentials are added up by one slow call in less time than by several quick ones."""
+SMALL = 4096
+"""So many numbers, and more, are multiplied in this thread; see NOTE [BLAS threads]."""
 
 
 class SamplingStage(Stage):
@@ -175,19 +177,20 @@ class CategoricalStage(SamplingStage):
         if logits.size <= FEW and logits.ndim == 3:
             return [list(map(self._judge_one, *lane)) for lane in zip(logits.tolist(), choice.tolist(), strict=True)]
         # Reductions by their ufuncs: the methods of arrays take a detour by way of Python.
-        top = np.maximum.reduce(logits, -1)
-        flat = top.reshape(-1)
-        if not math.isfinite(flat.dot(flat)):  # one that is not finite, or very large
+        flat, top = logits.reshape(-1), None
+        if logits.size > SMALL or not math.isfinite(flat.dot(flat)):  # there may be one that is not finite
+            top = np.maximum.reduce(logits, -1)
             # Of a row without any finite logit, or with an infinite one, there are no probabilities either.
             _must_hold(np.isfinite(top), self._keys[0], "Categorical")
         if self._log_prob is None:
             return None
-        if len(self._firsts) != top.size:
-            self._firsts = np.arange(top.size) * logits.shape[-1]
-        scores: np.ndarray = logits.reshape(-1).take(choice.reshape(-1) + self._firsts).reshape(top.shape)
+        if len(self._firsts) != choice.size:
+            self._firsts = np.arange(choice.size) * logits.shape[-1]
+        scores: np.ndarray = flat.take(choice.reshape(-1) + self._firsts).reshape(choice.shape)
         if logits.shape[-1] == 2 or logits.size <= SOME:
             scores -= np.logaddexp.reduce(logits, -1)
         else:
+            top = np.maximum.reduce(logits, -1) if top is None else top
             scores -= top
             scores -= np.log(np.add.reduce(np.exp(logits - top[..., None]), -1))
         return scores

@@ -7,12 +7,13 @@ import numpy as np
 import policy_zoo as zoo
 import pytest
 import torch
-from tensordict.nn import InteractionType, set_interaction_type
+from tensordict.nn import InteractionType, ProbabilisticTensorDictModule, set_interaction_type
 from torch import Tensor, nn
 from torch import distributions as D
 
 from swath.collectors import Collector
 from swath.modules import TanhNormal
+from swath.modules.sampling import sampling_stage
 
 LANES, STEPS = 40, 60
 CHI_SQUARE = {2: 13.8}
@@ -121,6 +122,29 @@ def test_masked_actions_are_never_chosen(family: Any, kind: InteractionType) -> 
 
 
 BAD_LOGITS = [(math.nan, 0.0, 0.0), (0.0, math.inf, 0.0), (-math.inf,) * 3]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 1), (1, 4), (16, 1), (60, 50)], ids=str)
+@pytest.mark.parametrize("choices", [2, 5, 40])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_log_probs_are_the_same_however_many_are_computed(shape: Any, choices: int, is_masked: bool) -> None:
+    """By whichever way: one by one, a few at once, or many."""
+    lanes, steps = shape
+    sampler = ProbabilisticTensorDictModule(
+        ["logits"], ["action"], distribution_class=D.Categorical, return_log_prob=True
+    )
+    rows = {"logits": np.zeros((lanes, choices), np.float32)}
+    written = {"action": np.zeros(lanes, np.int64), "action_log_prob": np.zeros(lanes, np.float32)}
+    stage = sampling_stage(sampler, rows, written, InteractionType.RANDOM, late=True)
+    assert stage is not None
+    logits = torch.randn(lanes, steps, choices) * 5
+    if is_masked:
+        logits[..., 1] = -math.inf
+    action = logits.argmin(-1) if not is_masked else torch.zeros(lanes, steps, dtype=torch.int64)
+    columns = {"logits": logits.numpy(), "action": action.numpy(), "action_log_prob": np.zeros(shape, np.float32)}
+    stage.finish(columns, (slice(None), slice(steps)))
+    wanted = D.Categorical(logits=logits).log_prob(action)
+    assert torch.allclose(torch.from_numpy(columns["action_log_prob"]), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("values", BAD_LOGITS, ids=["nan", "inf", "all masked"])
