@@ -147,6 +147,49 @@ def test_log_probs_are_the_same_however_many_are_computed(shape: Any, choices: i
     assert torch.allclose(torch.from_numpy(columns["action_log_prob"]), wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (4, 1), (1, 4), (60, 50)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "kwargs"),
+    [
+        (D.Normal, {}),
+        (TanhNormal, {}),
+        (TanhNormal, {"low": -0.5, "high": 3.0}),
+        (TanhNormal, {"low": torch.tensor([-0.3, -2.0]), "high": torch.tensor([0.1, 2.0])}),
+    ],
+)
+def test_log_densities_are_the_same_however_many_are_computed(shape: Any, family: Any, kwargs: Any) -> None:
+    lanes, steps = shape
+    sampler = ProbabilisticTensorDictModule(
+        ["loc", "scale"], ["action"], distribution_class=family, distribution_kwargs=kwargs, return_log_prob=True
+    )
+    rows = {name: np.ones((lanes, 2), np.float32) for name in ("loc", "scale")}
+    written = {"action": np.ones((lanes, 2), np.float32)}
+    stage = sampling_stage(sampler, rows, written, InteractionType.RANDOM, late=True)
+    assert stage is not None
+    stage.begin(steps, None)
+    loc, scale = torch.randn(lanes, steps, 2) * 2, torch.rand(lanes, steps, 2) + 0.1
+    distribution = family(loc, scale, **kwargs)
+    action = distribution.sample()
+    wanted = distribution.log_prob(action)
+    given = {"loc": loc, "scale": scale, "action": action, "action_log_prob": torch.zeros_like(wanted)}
+    columns = {key: value.numpy() for key, value in given.items()}
+    stage.finish(columns, (slice(None), slice(steps)))
+    assert torch.allclose(given["action_log_prob"], wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_the_ends_of_an_interval_may_change_between_batches() -> None:
+    case, kwargs, ends = zoo.STOCHASTIC["tanh-normal"], {"low": -1.0, "high": 1.0}, list[float]()
+    policy = zoo.continuous(distribution_kwargs=kwargs)
+    kwargs = policy[-1].distribution_kwargs
+    collector = Collector(case.env(lengths=[20] * LANES), policy, frames_per_batch=LANES * STEPS)
+    for low, high in ((-1.0, 1.0), (-9.0, 9.0), (torch.tensor(-3.0), torch.tensor(3.0)), (-1.0, 1.0), (-9, 9)):
+        kwargs["low"], kwargs["high"] = low, high  # in place, of which nobody is told
+        ends.append(float(collector.next()["action"].abs().max()))
+    assert ends[0] <= 1.0 < ends[2] <= 3.0 < ends[1] <= 9.0
+    assert ends[3] <= 1.0
+    assert 3.0 < ends[4] <= 9.0
+
+
 @pytest.mark.parametrize("values", BAD_LOGITS, ids=["nan", "inf", "all masked"])
 @pytest.mark.parametrize("options", [{}, {"fast_policy": False}], ids=["fast", "slow"])
 @pytest.mark.parametrize("return_log_prob", [True, False])
