@@ -198,14 +198,15 @@ class _NormalHead:
         # Arrays instead of numbers: numpy handles them at half the price.
         self._shift, self._least, self._floor = (np.empty_like(scale) for _ in range(3))
         self._zero = np.zeros_like(scale)
+        self._settings: tuple[float, float, float] | None = None
 
     def fetch(self, is_live: bool) -> None:
         """Take the settings as they are now."""
         mapping = self._extractor.scale_mapping
-        self._shift[:] = float(mapping.bias)
-        self._least[:] = float(mapping.min_val)
-        self._floor[:] = self._extractor.scale_lb
-        self._has_floor = self._extractor.scale_lb > float(mapping.min_val)
+        settings = float(mapping.bias), float(mapping.min_val), self._extractor.scale_lb
+        if settings != self._settings:
+            self._shift[:], self._least[:], self._floor[:] = self._settings = settings
+            self._has_floor = settings[2] > settings[1]
 
     def operations(self, raw: np.ndarray, loc: np.ndarray, scale: np.ndarray) -> list[Operation]:
         """What turns `raw` `[n, 2 * A]` into `loc` and `scale` `[n, A]`."""

@@ -232,8 +232,10 @@ class NormalStage(SamplingStage):
         if self._is_squashed:
             self._take_interval()
         if not self._greedy:
-            shape = (steps, *self._action.shape)
-            self._noise = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").numpy()
+            if self._noise is None or len(self._noise) != steps:
+                self._drawn = torch.empty(steps, *self._action.shape, dtype=torch.float32, device="cpu")
+                self._noise = self._drawn.numpy()
+            self._drawn.normal_(generator=generator)
 
     def _take_interval(self) -> None:
         """Take the ends as they are now; numbers, as most are, only if they are others."""
@@ -247,6 +249,7 @@ class NormalStage(SamplingStage):
         low, high = (end.numpy() for end in self._ends)
         self._half[:] = (high - low) / 2
         self._middle[:] = (high + low) / 2
+        self._log_half = float(np.log(self._half[0]).sum())
 
     def _act(self, params: list[np.ndarray], noise: np.ndarray | None, action: np.ndarray) -> None:
         loc, scale, edge, other_edge, half, middle = params
@@ -264,8 +267,7 @@ class NormalStage(SamplingStage):
 
     def _judge(self, *values: np.ndarray) -> Tensor | np.ndarray | None:
         if values[0].size <= SEVERAL:
-            scores = self._judge_each(*values)
-            return scores.sum(-1) if self._family.has_events else scores
+            return self._judge_each(*values)
         loc, scale, action = map(torch.from_numpy, values)
         _must_hold(~loc.isnan(), self._keys[0], "Normal")
         _must_hold(scale > 0, self._keys[1], "Normal")
@@ -280,7 +282,7 @@ class NormalStage(SamplingStage):
         """The same for each number by itself: torch takes a hundred times as long for its calls."""
         shape, scores = loc.shape, list[float]()
         if self._is_squashed:  # in single precision, as whoever computes it later will
-            action = (action - self._middle[0]) / self._half[0]
+            action = (action.reshape(-1, shape[-1]) - self._middle[:1]) / self._half[:1]
         rows = zip(*(array.reshape(-1).tolist() for array in (loc, scale, action)), strict=True)
         for mean, width, value in rows:
             if mean != mean or not width > 0:
@@ -292,8 +294,11 @@ class NormalStage(SamplingStage):
                 slope, value = 1.0 - value * value, math.atanh(value)
             distance = (value - mean) / width
             scores.append(-0.5 * distance * distance - math.log(width * slope) - HALF_LOG_2PI)
-        each = np.array(scores).reshape(shape)
-        return each - np.log(self._half[0]) if self._is_squashed else each
+        if not self._family.has_events:
+            return np.array(scores).reshape(shape)
+        whole = self._log_half if self._is_squashed else 0.0
+        sums = [sum(scores[first : first + shape[-1]]) - whole for first in range(0, len(scores), shape[-1])]
+        return np.array(sums).reshape(shape[:-1])
 
 
 class DeltaStage(SamplingStage):
