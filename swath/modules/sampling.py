@@ -180,20 +180,21 @@ class CategoricalStage(SamplingStage):
         if logits.size <= FEW and logits.ndim == 3:
             return [list(map(self._judge_one, *lane)) for lane in zip(logits.tolist(), choice.tolist(), strict=True)]
         # Reductions by their ufuncs: the methods of arrays take a detour by way of Python.
-        flat, top = logits.reshape(-1), None
-        if logits.size > SMALL or not math.isfinite(flat.dot(flat)):  # there may be one that is not finite
-            top = np.maximum.reduce(logits, -1)
+        flat = logits.reshape(-1)
+        if not (math.isfinite(flat.dot(flat)) if flat.size <= SMALL else np.isfinite(flat).all()):
             # Of a row without any finite logit, or with an infinite one, there are no probabilities either.
-            _must_hold(np.isfinite(top), self._keys[0], "Categorical")
+            _must_hold(np.isfinite(np.maximum.reduce(logits, -1)), self._keys[0], "Categorical")
         if self._log_prob is None:
             return None
         if len(self._firsts) != choice.size:
             self._firsts = np.arange(choice.size) * logits.shape[-1]
         scores: np.ndarray = flat.take(choice.reshape(-1) + self._firsts).reshape(choice.shape)
-        if logits.shape[-1] == 2 or logits.size <= SOME:
+        if logits.shape[-1] == 2:  # numpy takes its time for each row of a reduction
+            scores -= np.logaddexp(logits[..., 0], logits[..., 1])
+        elif logits.size <= SOME:
             scores -= np.logaddexp.reduce(logits, -1)
         else:
-            top = np.maximum.reduce(logits, -1) if top is None else top
+            top = np.maximum.reduce(logits, -1)
             scores -= top
             scores -= np.log(np.add.reduce(np.exp(logits - top[..., None]), -1))
         return scores
