@@ -23,6 +23,7 @@ from torch import distributions as D
 
 from swath.keys import Key, as_key
 from swath.modules.builders import builds_independent_normals
+from swath.modules.judging import all_finite, log_total, must_hold
 from swath.modules.parts import name_of
 from swath.modules.stages import Filled, Stage
 from swath.modules.tanh_normal import EDGE, TanhNormal, squashed_log_prob, unsquash
@@ -30,13 +31,9 @@ from swath.modules.tanh_normal import EDGE, TanhNormal, squashed_log_prob, unsqu
 TINY = np.finfo(np.float32).tiny
 FEW = 8
 """So many numbers are handled one by one in less time than it takes to call numpy."""
-SOME = 96
-"""So many exponentials are added up by one slow call in less time than by several quick ones."""
 SEVERAL = 32
 """So many normal variables are judged one by one in less time than it takes to call torch."""
 EDGE_HERE, HALF_LOG_2PI = float(np.float32(EDGE)), 0.5 * math.log(2 * math.pi)
-SMALL = 4096
-"""So many numbers, and more, are multiplied in this thread; see NOTE [BLAS threads]."""
 
 
 class SamplingStage(Stage):
@@ -179,24 +176,16 @@ class CategoricalStage(SamplingStage):
             choice = choice.argmax(-1)
         if logits.size <= FEW and logits.ndim == 3:
             return [list(map(self._judge_one, *lane)) for lane in zip(logits.tolist(), choice.tolist(), strict=True)]
-        # Reductions by their ufuncs: the methods of arrays take a detour by way of Python.
         flat = logits.reshape(-1)
-        if not (math.isfinite(flat.dot(flat)) if flat.size <= SMALL else np.isfinite(flat).all()):
+        if not all_finite(flat):
             # Of a row without any finite logit, or with an infinite one, there are no probabilities either.
-            _must_hold(np.isfinite(np.maximum.reduce(logits, -1)), self._keys[0], "Categorical")
+            must_hold(np.isfinite(np.maximum.reduce(logits, -1)), self._keys[0], "Categorical")
         if self._log_prob is None:
             return None
         if len(self._firsts) != choice.size:
             self._firsts = np.arange(choice.size) * logits.shape[-1]
         scores: np.ndarray = flat.take(choice.reshape(-1) + self._firsts).reshape(choice.shape)
-        if logits.shape[-1] == 2:  # numpy takes its time for each row of a reduction
-            scores -= np.logaddexp(logits[..., 0], logits[..., 1])
-        elif logits.size <= SOME:
-            scores -= np.logaddexp.reduce(logits, -1)
-        else:
-            top = np.maximum.reduce(logits, -1)
-            scores -= top
-            scores -= np.log(np.add.reduce(np.exp(logits - top[..., None]), -1))
+        scores -= log_total(logits)
         return scores
 
     def _judge_one(self, logits: list[float], choice: int) -> float:
@@ -204,7 +193,7 @@ class CategoricalStage(SamplingStage):
         top = max(logits)
         total = sum([math.exp(logit - top) for logit in logits]) if math.isfinite(top) else math.nan
         if total != total:
-            _must_hold(False, self._keys[0], "Categorical")
+            must_hold(False, self._keys[0], "Categorical")
         return logits[choice] - top - math.log(total)
 
 
@@ -270,8 +259,8 @@ class NormalStage(SamplingStage):
         if values[0].size <= SEVERAL:
             return self._judge_each(*values)
         loc, scale, action = map(torch.from_numpy, values)
-        _must_hold(~loc.isnan(), self._keys[0], "Normal")
-        _must_hold(scale > 0, self._keys[1], "Normal")
+        must_hold(~loc.isnan(), self._keys[0], "Normal")
+        must_hold(scale > 0, self._keys[1], "Normal")
         if self._log_prob is None:
             return None
         if self._is_squashed:
@@ -287,8 +276,8 @@ class NormalStage(SamplingStage):
         rows = zip(*(array.reshape(-1).tolist() for array in (loc, scale, action)), strict=True)
         for mean, width, value in rows:
             if mean != mean or not width > 0:
-                _must_hold(mean == mean, self._keys[0], "Normal")
-                _must_hold(width > 0, self._keys[1], "Normal")
+                must_hold(mean == mean, self._keys[0], "Normal")
+                must_hold(width > 0, self._keys[1], "Normal")
             slope = 1.0
             if self._is_squashed:
                 value = min(max(value, -EDGE_HERE), EDGE_HERE)
@@ -439,13 +428,3 @@ def draws_once(module: ProbabilisticTensorDictModule) -> bool:
 def has_own_generator(module: ProbabilisticTensorDictModule) -> bool:
     """Whether `module` was given a generator, as can be in later versions of tensordict."""
     return getattr(module, "_generator", None) is not None or getattr(module, "_generator_key", None) is not None
-
-
-def _must_hold(condition: Tensor | np.ndarray | bool, key: Key, family: str) -> None:
-    """A policy that has diverged must not go on sampling: torch.distributions raises here too."""
-    if not (condition if isinstance(condition, bool) else bool(condition.all())):
-        raise ValueError(
-            f"The policy produced {key!r}, the parameters of its {family} distribution, with values that no such "
-            "distribution can have, like NaN. Its weights or its inputs are not finite: look at the last optimiser "
-            "step, the learning rate and the observations."
-        )
