@@ -120,7 +120,7 @@ class RayCollector(RemoteCollector):
         warns = not swath.filter_warnings_subprocess
         self._launch = RayLaunch(config.start_timeout_s, config.num_sub_threads, warns)
         self._launch.wants = [config.wants(index) for index in range(config.workers)]
-        return Launch(self._launch)
+        return Launch(self._launch, imported_ray().util.get_node_ip_address())
 
     # -- nodes -------------------------------------------------------------------------------------------------
 
