@@ -24,7 +24,8 @@ from torch.utils.data import IterableDataset
 
 from swath.collectors.config import CommonConfig, Transform
 from swath.collectors.control import Control
-from swath.collectors.delivery import FirstCome, Part
+from swath.collectors.delivery import Part
+from swath.collectors.first_come import FirstCome
 from swath.collectors.free_running import FreeRunning
 from swath.collectors.joining import each_part
 from swath.collectors.pausing import Pause
