@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,7 @@ def test_collectors_share_it(make: Make) -> None:
     collectors: list[tuple[Any, dict[str, Any]]] = [
         (RayCollector, {"num_collectors": 2, "sync": True}),
         (MultiSyncCollector, {"num_workers": 1, "trajs_per_batch": 2}),
+        (MultiSyncCollector, {"num_workers": 2, "debug": True}),
         (Collector, {}),
     ]
     seen: set[int] = set()
@@ -151,7 +154,7 @@ def test_collectors_share_it(make: Make) -> None:
 
 
 def test_collection_in_the_background_keeps_pace(make: Make) -> None:
-    buffer = make(batch_size=10, rate_limiter=RateLimiter(1.0, tolerance=40, timeout_s=30))
+    buffer = make(batch_size=10, rate_limiter=RateLimiter(1.0, tolerance=40, timeout_s=80))
     collector = RayCollector(CountingEnv, frames_per_batch=10, total_frames=200, replay_buffer=buffer)
     collector.start()
     drawn = 0
@@ -172,7 +175,7 @@ def test_collection_in_the_background_keeps_pace(make: Make) -> None:
     late.start()
     until(lambda: buffer.write_count > 200)
     late.async_shutdown()  # while the limiter makes it wait
-    assert time.monotonic() - begun < 25, "nobody has waited for the limiter"
+    assert time.monotonic() - begun < 60, "nobody has waited for the limiter"
 
 
 def killed(buffer: RayReplayBuffer) -> None:
@@ -200,7 +203,7 @@ def test_its_death_is_told_at_once(make: Make) -> None:
             until(lambda: not nodes.is_running())
         with pytest.raises(BufferGoneError, match=words):
             buffer.sample()
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 30
 
 
 def test_what_cannot_be_is_refused(make: Make) -> None:
@@ -234,3 +237,17 @@ def test_another_driver_uses_the_same(make: Make, driver: RayCluster, tmp_path: 
     done = subprocess.run(command, env=importing_env(), capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["9"], done.stderr
     assert len(buffer) == 9
+
+
+def test_ray_is_shut_down_meanwhile(make: Make) -> None:
+    """The last test: others need Ray."""
+    buffer = make(batch_size=4, rate_limiter=RateLimiter(1.0, min_size_to_sample=100))
+    buffer.extend(frames(10))
+    waiting = ThreadPoolExecutor(1).submit(buffer.sample)
+    until(lambda: buffer.ask(attrgetter("storage.ledger.wanted")) == 4)
+    ray.shutdown()
+    with pytest.raises(BufferGoneError, match=r"cannot be reached: .*Ray shut down"):
+        waiting.result(10)
+    with pytest.raises(BufferGoneError, match="Ray was shut down"):
+        len(buffer)
+    assert not ray.is_initialized()
