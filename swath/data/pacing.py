@@ -11,6 +11,7 @@ from typing import Protocol
 
 from swath.data.storages import Storage
 from swath.errors import RateLimitError
+from swath.runtime.interrupts import undisturbed
 
 LOOK_AGAIN_S = 0.05
 """How long a wait goes on before the other side's health is looked at again."""
@@ -144,7 +145,7 @@ class Pace:
     def notify(self) -> None:
         """Wake the threads of this process that wait: something has changed."""
         if self._listeners:
-            with self._news:
+            with undisturbed, self._news:  # an interrupt within would leave it locked
                 self._news.notify_all()
 
     def wait(self) -> None:
@@ -152,7 +153,7 @@ class Pace:
         if self._storage.is_shared:
             time.sleep(POLL_S)
             return
-        with self._news:
+        with undisturbed, self._news:
             self._listeners += 1
             self._news.wait(LOOK_AGAIN_S)
             self._listeners -= 1

@@ -20,7 +20,7 @@ import pytest
 import torch
 from common import STEP, WAIT_S, buffer, net, steps_of, until
 from fault_tools import LONG, within
-from interrupting import Tick, at_every_instruction, at_instruction, handled, raise_tick
+from interrupting import LOCKS, Tick, at_every_instruction, at_instruction, handled, raise_tick
 from kinds import ALL, AS_READY, ASYNC, FREE, HERE, SINGLE, SPREAD, STARTED, SYNC, SYNC_HERE, Kind, Make, over
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -532,6 +532,15 @@ def test_a_collector_that_is_done_is_just_empty(kind: Kind, make: Make) -> None:
 
 
 # -- resting -----------------------------------------------------------------------------------------------------------
+
+
+@over((SINGLE, STARTED))
+@pytest.mark.filterwarnings("ignore:.*a reset of it was interrupted")
+def test_an_interrupt_while_it_is_to_rest_keeps_nobody_from_it(kind: Kind, make: Make) -> None:
+    collector = make(replay_buffer=buffer(), **ENDLESS)
+    collector.start()
+    with ThreadPoolExecutor(1) as pool:
+        assert at_every_instruction(collector.reset, lambda: pool.submit(collector.reset).result(WAIT_S), 2, LOCKS) > 5
 
 
 @over((SINGLE, STARTED))
