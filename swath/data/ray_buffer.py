@@ -34,7 +34,7 @@ from swath.data.pacing import LOOK_AGAIN_S, Feeder, Feeders
 from swath.data.replay_buffer import ReplayBuffer
 from swath.data.storages import refuse_misplaced
 from swath.data.tensordict_buffers import INDEX
-from swath.errors import BufferGoneError, NothingToSampleError
+from swath.errors import BufferGoneError, ClosedError, NothingToSampleError
 from swath.runtime.crates import Crate
 from swath.runtime.faults import Failure
 from swath.runtime.ray_joining import connect, imported_ray
@@ -197,7 +197,7 @@ class RayReplayBuffer:
         self._where = _understood(answer)
 
     def _use(self, actor: Any, where: str) -> None:
-        self._actor, self._where = actor, where
+        self._actor, self._where, self._is_closed = actor, where, False
         self._name, self._numbers = uuid.uuid4().hex, itertools.count()
         self._sources: dict[Any, int] = {}
         self._feeders = Feeders()
@@ -209,6 +209,8 @@ class RayReplayBuffer:
 
         try:
             check_ray()
+            if self._is_closed:  # the actor may answer for a moment more
+                raise ClosedError("It was closed here")
             yield
         except TimeoutError:
             raise
@@ -375,6 +377,7 @@ class RayReplayBuffer:
 
         with contextlib.suppress(BufferGoneError), self._reaching():
             kill(self._actor)
+        self._is_closed = True
 
     shutdown = close
 

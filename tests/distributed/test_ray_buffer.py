@@ -117,7 +117,7 @@ def test_whatever_a_buffer_can_hold(make: Make) -> None:
     assert len(buffer) == 5
     buffer.close()
     buffer.close()
-    with pytest.raises(BufferGoneError):
+    with pytest.raises(BufferGoneError, match="It was closed here"):
         len(buffer)
 
 
