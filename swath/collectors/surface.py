@@ -32,7 +32,7 @@ from swath.collectors.pausing import Pause
 from swath.collectors.progress import Progress
 from swath.collectors.reflection import argument
 from swath.collectors.worker import Call, EngineJob
-from swath.data import ReplayBuffer
+from swath.data.ray_buffer import OwnBuffer
 from swath.errors import ClosedError, EndlessError
 from swath.rollout.slots import named_batch
 from swath.runtime.columns import Columns
@@ -300,7 +300,7 @@ class BaseCollector(Control, IterableDataset[Any]):
         else:
             self._free = FreeRunning(free, repr(self), sink.finish, notice, sink.take)
             sink.stopping = self._free.is_wanted
-        if isinstance(self.config.replay_buffer, ReplayBuffer):
+        if isinstance(self.config.replay_buffer, OwnBuffer):
             self.config.replay_buffer.attach(self)
         self._weights.free = self._free
         self._free.start()
@@ -390,7 +390,7 @@ class BaseCollector(Control, IterableDataset[Any]):
                     raise
             free = self._free
             if free is not None and not free.is_here:
-                if isinstance(self.config.replay_buffer, ReplayBuffer):
+                if isinstance(self.config.replay_buffer, OwnBuffer):
                     self.config.replay_buffer.detach(self)
                 if self._is_reported:
                     free.mark_reported()
