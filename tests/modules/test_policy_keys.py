@@ -20,6 +20,7 @@ from tensordict.nn import (
 from torch import Tensor, nn
 from torch import distributions as D
 
+from swath import entries
 from swath.errors import PolicyError
 
 
@@ -343,3 +344,21 @@ def test_what_a_policy_keeps_and_changes_is_its_own() -> None:
     zoo.assert_same(torch.stack([td["observation"] for td in policy.kept], 1), batch["observation"])
     zoo.assert_same(batch["action"], batch["observation"][..., : zoo.CHOICES])
     assert not batch["done"].any()
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["made of its parts", "made by tensordict"])
+def test_each_call_gets_a_tensordict_of_its_own(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entries, "_IS_KNOWN", is_known and entries._IS_KNOWN)
+    kept: list[TensorDictBase] = []
+
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        assert set(td.keys()) == {"observation", "done", "terminated", "truncated"}
+        assert td.batch_size == td["observation"].shape[:1]
+        kept.append(td)
+        return td.set("action", td["observation"][..., : zoo.CHOICES])
+
+    collector = zoo.begun(policy)
+    kept.clear()
+    batch = collector.next()
+    for key in ("observation", "action", "done"):
+        zoo.assert_same(torch.stack([td[key] for td in kept], 1), batch[key])
