@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from operator import itemgetter
@@ -30,6 +30,19 @@ class NoGrad:
 
     def __exit__(self, *exc: object) -> None:
         torch._C._set_grad_enabled(self._before)
+
+
+_inference_mode = getattr(torch._C, "_InferenceMode", torch.inference_mode)
+
+
+def inferring(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` in inference mode, which is quicker, but only for what keeps no tensor: nobody could train with that."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with _inference_mode(True):
+            return call(*args, **kwargs)
+
+    return called
 
 
 _new = getattr(TensorDict, "_new_unsafe", TensorDict)
@@ -105,7 +118,10 @@ class Form:
 
 def first_entries(tensordict: TensorDictBase) -> Mapping[str, Any]:
     """The entries of `tensordict`, to be read, without those inside of others; it takes its time for each question."""
-    return tensordict._tensordict if _IS_KNOWN and type(tensordict) is TensorDict else dict(tensordict.items())
+    if _IS_KNOWN and type(tensordict) is TensorDict:
+        own: Mapping[str, Any] = vars(tensordict)["_tensordict"]
+        return own
+    return dict(tensordict.items())
 
 
 def trusted(

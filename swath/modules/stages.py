@@ -21,12 +21,13 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule
 from torch import Tensor
 
-from swath.entries import Form, first_entries, trusted
+from swath.entries import Form, first_entries, inferring, trusted
 from swath.envs.rows import LARGE, Rows
 from swath.envs.spaces import ActionCodec
 from swath.errors import PolicyError
 from swath.keys import FLAGS, Key, as_key, as_path, is_private, nest
 from swath.modules.exploration import as_explored
+from swath.modules.parts import keeps_nothing
 from swath.runtime.columns import writable
 
 Filled = tuple[slice, slice] | np.ndarray
@@ -221,6 +222,7 @@ class DistributionStage(Stage):
         """Take the settings as they are now."""
         kwargs = self._part.distribution_kwargs
         self._settings = {} if kwargs is None else dict(kwargs.items())
+        self._draw = inferring(self._drawn) if keeps_nothing(self._part) else self._drawn
 
     def run(self, t: int) -> None:
         """Draw."""
@@ -234,11 +236,13 @@ class DistributionStage(Stage):
         _scatter(some, self._outputs, lanes)
 
     def _run(self, params: Mapping[str, Tensor], outputs: Rows) -> None:
+        for key, drawn in zip(self._keys, self._draw(params), strict=True):
+            outputs.put(key, drawn, "The policy")
+
+    def _drawn(self, params: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         distribution = self._part.distribution_class(**params, **self._settings)
         drawn = distribution.rsample() if distribution.has_rsample else distribution.sample()
-        outputs.put(self._keys[0], drawn, "The policy")
-        if len(self._keys) > 1:
-            outputs.put(self._keys[1], distribution.log_prob(drawn), "The policy")
+        return (drawn,) if len(self._keys) == 1 else (drawn, distribution.log_prob(drawn))
 
 
 class TensorDictStage(Stage):

@@ -362,3 +362,54 @@ def test_each_call_gets_a_tensordict_of_its_own(is_known: bool, monkeypatch: pyt
     batch = collector.next()
     for key in ("observation", "action", "done"):
         zoo.assert_same(torch.stack([td[key] for td in kept], 1), batch[key])
+
+
+class Remembers(nn.Module):
+    """A network that keeps what it has computed last, for a loss, and one that needs gradients to act."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.last = zoo.mlp(zoo.CHOICES), torch.zeros(())
+
+    def forward(self, observation: Tensor) -> Tensor:
+        self.last = self.net(observation)
+        with torch.enable_grad():
+            x = self.last.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(x.square().sum(), x)
+        return slope
+
+
+def _with_a_hook(kept: list[Tensor]) -> nn.Module:
+    net = zoo.mlp(zoo.CHOICES)
+    net[0].register_forward_hook(lambda module, args, result: kept.append(result))
+    return net
+
+
+WAYS = [{}, {"fast_policy": False}, {"trust_policy": True}]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_what_a_policy_keeps_can_be_trained_with(way: dict[str, Any]) -> None:
+    kept: list[Tensor] = []
+    for net in (Remembers(), _with_a_hook(kept)):
+        zoo.begun(TensorDictModule(net, ["observation"], ["action"]), **way).next()
+        last = net.last if isinstance(net, Remembers) else kept[-1]
+        assert not last.is_inference()
+        (nn.Parameter(torch.ones(())) * last).sum().backward()
+
+
+@pytest.mark.parametrize("way", WAYS[1:], ids=str)
+def test_what_keeps_nothing_is_called_in_inference_mode(way: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is of use only for as long as it is called; the batch is ordinary."""
+    modes: set[bool] = set()
+    forward = nn.Linear.forward
+
+    def watched(self: nn.Linear, given: Tensor) -> Tensor:
+        modes.add(torch.is_inference_mode_enabled())
+        return forward(self, given)
+
+    collector = zoo.begun(zoo.discrete(), **way)
+    monkeypatch.setattr(nn.Linear, "forward", watched)
+    batch = collector.next()
+    assert modes == {True}
+    assert not any(value.is_inference() for value in batch.values(True, True))
