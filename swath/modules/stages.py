@@ -278,7 +278,7 @@ class TensorDictStage(Stage):
         self._is_here = device is None or all(tensor.device == device for tensor in present.tensors.values())
         self._form: Form | None = None
         """What all requests have in common, if they differ in entries that are not nested."""
-        self._is_flat = self._is_here and all(isinstance(key, str) for key in self._copiers)
+        self._is_flat = self._is_here and all(isinstance(key, str) for key in (*self._copiers, *written))
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Find out once how modules are called here."""

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch import distributions as D
 
 from swath import entries
+from swath.envs import Leaf, Rows
 from swath.errors import PolicyError
+from swath.modules.stages import TensorDictStage
 
 
 def by_keyword(*, left: Tensor, right: Tensor) -> Tensor:
@@ -362,6 +364,20 @@ def test_each_call_gets_a_tensordict_of_its_own(is_known: bool, monkeypatch: pyt
     batch = collector.next()
     for key in ("observation", "action", "done"):
         zoo.assert_same(torch.stack([td[key] for td in kept], 1), batch[key])
+
+
+def test_what_is_added_to_a_nested_entry_is_gone_in_the_next_step() -> None:
+    def add(td: TensorDictBase) -> TensorDictBase:
+        assert ("made", "more") not in td.keys(True)
+        td["made", "more"] = td["made", "scores"].clone()
+        return td.set("action", td["observation"])
+
+    leaf = Leaf((2,), torch.float32)
+    outputs = Rows({("made", "scores"): leaf, "action": leaf}, (3,))
+    stage = TensorDictStage(add, Rows({"observation": leaf}, (3,)), [("made", "scores")], outputs, ["action"], None)
+    stage.begin(2, None)
+    stage.run(0)
+    stage.run(1)
 
 
 class Remembers(nn.Module):
