@@ -32,14 +32,12 @@ class NoGrad:
         torch._C._set_grad_enabled(self._before)
 
 
-_inference_mode = getattr(torch._C, "_InferenceMode", torch.inference_mode)
-
-
 def inferring(call: Callable[..., Any]) -> Callable[..., Any]:
     """`call` in inference mode, which is quicker, but only for what keeps no tensor: nobody could train with that."""
+    mode = torch.inference_mode()  # may be entered again once it was left, which spares making another
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        with _inference_mode(True):
+        with mode:
             return call(*args, **kwargs)
 
     return called
