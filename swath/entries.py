@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
 from swath.keys import Key, nest
 
@@ -30,6 +30,17 @@ class NoGrad:
 
     def __exit__(self, *exc: object) -> None:
         torch._C._set_grad_enabled(self._before)
+
+
+def inferring(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` in inference mode, which is quicker, but only for what keeps no tensor: nobody could train with that."""
+    mode = torch.inference_mode()  # may be entered again once it was left, which spares making another
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return call(*args, **kwargs)
+
+    return called
 
 
 _new = getattr(TensorDict, "_new_unsafe", TensorDict)
@@ -85,6 +96,32 @@ class Mould:
         own = made.__dict__
         own["_device"], own["_tensordict"], own["_batch_size"], own["_td_dim_names"] = device, source, self._size, names
         return made
+
+
+class Form:
+    """Makes TensorDicts that have most in common with another; as quick as exchanging entries of one that stays."""
+
+    def __init__(self, common: TensorDict) -> None:
+        """Have the entries of `common`, its batch size, device and names."""
+        self._common, self._own = common, dict(vars(common)) if _IS_KNOWN else None
+
+    def filled(self, entries: Mapping[Any, Any]) -> TensorDict:
+        """One that has also these entries, which are not nested and known to fit."""
+        if self._own is None:
+            return self._common.copy().update(entries)
+        made = TensorDict.__new__(TensorDict)
+        own = made.__dict__
+        own.update(self._own)
+        own["_tensordict"] = {**self._own["_tensordict"], **entries}
+        return made
+
+
+def first_entries(tensordict: TensorDictBase) -> Mapping[str, Any]:
+    """The entries of `tensordict`, to be read, without those inside of others; it takes its time for each question."""
+    if _IS_KNOWN and type(tensordict) is TensorDict:
+        own: Mapping[str, Any] = vars(tensordict)["_tensordict"]
+        return own
+    return dict(tensordict.items())
 
 
 def trusted(

@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
+    InteractionType,
     NormalParamExtractor,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
+    set_interaction_type,
 )
 from torch import Tensor, distributions, nn
 
@@ -199,6 +201,8 @@ def handwritten(cliff: Cliff) -> Run:
         build = tensor_env.by_hand if cliff.env == "tensor" else tensor_env.vector_by_hand
         return build(cliff, _sample(cliff, net))
     run = by_hand.build(workload, net, sample=_sample(cliff, net))
+    if _is_called(cliff):  # tensordict's actors take the most likely action if they are not told to draw one
+        run = replace(run, collect=set_interaction_type(InteractionType.RANDOM)(run.collect))
     return run if cliff.into == "batch" else _into_ring(run, cliff)
 
 
@@ -218,13 +222,17 @@ def _sample(cliff: Cliff, net: nn.Module) -> Callable[[Tensor], tuple[Tensor, Te
             return torch.addcmul(loc, scale, noise), (noise.square().mul_(-0.5) - scale.log() - 0.9189385).sum(-1)
 
         return normal
-    if cliff.options.get("trust_policy") or cliff.policy in ("function", "hooked"):
+    if _is_called(cliff):
         return _called(POLICIES[cliff.policy](net), cliff.envs)
     if cliff.options.get("fast_policy") is False:
         return lambda observation: drawn(distributions.Categorical(logits=net(observation)))
     if cliff.policy == "own_forward":
         net = OwnForward(net)
     return Sampler(cliff.collected, net).sample
+
+
+def _is_called(cliff: Cliff) -> bool:
+    return bool(cliff.options.get("trust_policy")) or cliff.policy in ("function", "hooked")
 
 
 def _called(policy: Any, lanes: int) -> Callable[[Tensor], tuple[Tensor, Tensor]]:

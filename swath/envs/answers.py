@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from swath.entries import first_entries
 from swath.errors import suggestion, wrong_shape
 from swath.keys import DONE, FLAGS, REWARD, TERMINATED, TRUNCATED, Key
 
@@ -21,7 +22,7 @@ class EnvAnswer:
     def __init__(self, env: EnvBase, method: str, given: TensorDictBase) -> None:
         """Look at what `method` has `given`."""
         self._env, self._method, self._given = env, method, given
-        self._entries = dict(given.items())  # a TensorDict takes its time for each question
+        self._entries = first_entries(given)
 
     def _find(self, key: Key) -> Tensor | None:
         return self._entries.get(key) if isinstance(key, str) else self._given.get(key, None)

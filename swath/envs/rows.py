@@ -8,7 +8,8 @@ private or shared, and rows may join entries of several.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ __all__ = ["Index", "Leaf", "Rows", "rows_of"]
 
 
 Index = slice | np.ndarray
+LARGE = 32_768
+"""So many numbers, and more, are copied by numpy, as torch would wake its threads for them. Fewer are copied by torch:
+what is copied comes from there or goes there, so that its code is in the caches, and numpy's is not."""
 
 
 def rows_of(lanes: np.ndarray) -> Index:
@@ -49,7 +53,7 @@ class Rows:
         """A promise of the caller that steps an env with these rows: to reset finished lanes before the next step."""
         self.tensors: dict[Key, Tensor] = {}
         self.arrays: dict[Key, np.ndarray] = {}
-        self._forms: dict[Key, tuple[torch.Size, torch.dtype, np.ndarray | None]] = {}
+        self._forms: dict[Key, tuple[torch.Size, torch.dtype, Callable[[Tensor], object]]] = {}
         for key, tensor in Columns(leaves, self.batch_size, device=device).tensors.items():
             self.add(key, tensor)
 
@@ -64,11 +68,12 @@ class Rows:
     def add(self, key: Key, tensor: Tensor) -> None:
         """Take in `tensor`, of shape `batch_size + leaf.shape`, as the memory of `key`."""
         self.tensors[key] = tensor
-        shaped = None
+        take: Callable[[Tensor], object] = tensor.copy_
         if tensor.device.type == "cpu":
             self.arrays[key] = self.flat(key).numpy()
-            shaped = tensor.detach().numpy()
-        self._forms[key] = tensor.shape, tensor.dtype, shaped
+            if tensor.numel() >= LARGE:
+                take = partial(_copy_in_turn, tensor, tensor.detach().numpy())
+        self._forms[key] = tensor.shape, tensor.dtype, take
 
     def flat(self, key: Key) -> Tensor:
         """`key` as `[N, ...]` over the same memory, wherever it lies."""
@@ -81,7 +86,7 @@ class Rows:
 
     def put(self, key: Key, value: Tensor, where: str) -> None:
         """Copy `value` into `key`; shape and kind must agree, as broadcasting or rounding would hide a mistake."""
-        shape, dtype, _ = self._forms[key]
+        shape, dtype, take = self._forms[key]
         if value.shape != shape:
             raise wrong_shape(key, shape, value.shape, where)
         if value.dtype is not dtype and not torch.can_cast(value.dtype, dtype):
@@ -89,17 +94,11 @@ class Rows:
                 f"{where} gave {key!r} as {value.dtype}, but {dtype} was expected: the first call decides. "
                 "Give the same kind of numbers every time."
             )
-        self.set(key, value)
+        take(value.detach() if value.requires_grad else value)
 
     def set(self, key: Key, value: Tensor) -> None:
         """Copy `value`, of the same shape, into `key`."""
-        if value.requires_grad:
-            value = value.detach()
-        _, dtype, array = self._forms[key]
-        if value.dtype is dtype and array is not None and type(value) is Tensor and value.is_cpu and not value.is_neg():
-            array[...] = value.numpy()  # by way of numpy, which asks less of the caches
-        else:
-            self.tensors[key].copy_(value)
+        self._forms[key][2](value.detach() if value.requires_grad else value)
 
     def copy(self, key: Key) -> Tensor:
         """A tensor of its own with what is in `key` now."""
@@ -117,3 +116,11 @@ class Rows:
             lanes = self.flat(key)[start:stop]
             part.add(key, lanes.view((*batch_size, *lanes.shape[1:])))
         return part
+
+
+def _copy_in_turn(target: Tensor, array: np.ndarray, value: Tensor) -> None:
+    """Copy `value` into `target`, which `array` is a view of, in this thread alone if that is possible."""
+    if value.dtype is target.dtype and type(value) is Tensor and value.is_cpu and not value.is_neg():
+        array[...] = value.numpy()
+    else:
+        target.copy_(value)

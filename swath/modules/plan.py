@@ -13,12 +13,13 @@ from tensordict.nn import InteractionType, ProbabilisticTensorDictModule, Tensor
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
+from swath.entries import inferring
 from swath.envs.rows import Rows
 from swath.keys import Key, as_key
 from swath.modules.composite import composite_stage
 from swath.modules.exploration import acting_type
 from swath.modules.mlp import mlp_stage
-from swath.modules.parts import Writes, acts_as, declared_by, overlap, parts_of
+from swath.modules.parts import Writes, acts_as, declared_by, keeps_nothing, overlap, parts_of
 from swath.modules.peer_parts import peer_stage
 from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
@@ -134,7 +135,8 @@ class Planner:
     def _as_called(self, what: Callable[..., Any]) -> Callable[..., Any]:
         """A module or function that has to be called: compiled, if so asked. What is known would lose by it."""
         if not self._compiled:
-            return what
+            is_plain = isinstance(what, nn.Module) and keeps_nothing(what) and not is_altered(what.modules())
+            return inferring(what) if is_plain else what
         compiler.make_ready()
         options = self._compiled if isinstance(self._compiled, Mapping) else {}
         return torch.compile(what, **options)

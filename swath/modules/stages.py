@@ -21,12 +21,13 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule
 from torch import Tensor
 
-from swath.entries import trusted
-from swath.envs.rows import Rows
+from swath.entries import Form, first_entries, inferring, trusted
+from swath.envs.rows import LARGE, Rows
 from swath.envs.spaces import ActionCodec
 from swath.errors import PolicyError
 from swath.keys import FLAGS, Key, as_key, as_path, is_private, nest
 from swath.modules.exploration import as_explored
+from swath.modules.parts import keeps_nothing
 from swath.runtime.columns import writable
 
 Filled = tuple[slice, slice] | np.ndarray
@@ -197,9 +198,7 @@ class TorchStage(Stage):
             results = self._explored(*inputs, **self._options)
         else:
             results = self._explored(**dict(zip(self._names, inputs, strict=True)), **self._options)
-        if isinstance(results, Tensor):
-            results = (results,)
-        elif not isinstance(results, tuple):
+        if not isinstance(results, tuple):
             is_named = isinstance(results, Mapping | TensorDictBase)
             results = tuple(results[key] for key in self._keys) if is_named else (results,)
         if len(results) != len(self._keys):
@@ -223,6 +222,7 @@ class DistributionStage(Stage):
         """Take the settings as they are now."""
         kwargs = self._part.distribution_kwargs
         self._settings = {} if kwargs is None else dict(kwargs.items())
+        self._draw = inferring(self._drawn) if keeps_nothing(self._part) else self._drawn
 
     def run(self, t: int) -> None:
         """Draw."""
@@ -236,11 +236,13 @@ class DistributionStage(Stage):
         _scatter(some, self._outputs, lanes)
 
     def _run(self, params: Mapping[str, Tensor], outputs: Rows) -> None:
+        for key, drawn in zip(self._keys, self._draw(params), strict=True):
+            outputs.put(key, drawn, "The policy")
+
+    def _drawn(self, params: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         distribution = self._part.distribution_class(**params, **self._settings)
         drawn = distribution.rsample() if distribution.has_rsample else distribution.sample()
-        outputs.put(self._keys[0], drawn, "The policy")
-        if len(self._keys) > 1:
-            outputs.put(self._keys[1], distribution.log_prob(drawn), "The policy")
+        return (drawn,) if len(self._keys) == 1 else (drawn, distribution.log_prob(drawn))
 
 
 class TensorDictStage(Stage):
@@ -263,7 +265,8 @@ class TensorDictStage(Stage):
         self._call = call
         self._present = present
         self._read = [key for key in present.tensors if key not in written]
-        self._copiers = {key: Lasting(x).get if key in FLAGS else copier(x) for key, x in self._reading()}
+        self._flags = Lasting({key: present.tensors[key] for key in self._read if key in FLAGS})
+        self._copiers = {key: copier(present.tensors[key]) for key in self._read if key not in FLAGS}
         self._written = written
         self._outputs = outputs
         self._keys = tuple(out_keys)
@@ -273,21 +276,28 @@ class TensorDictStage(Stage):
         self._has_kept = np.zeros(outputs.lanes, bool)
         self._device = device
         self._is_here = device is None or all(tensor.device == device for tensor in present.tensors.values())
+        self._form: Form | None = None
+        """What all requests have in common, if they differ in entries that are not nested."""
+        self._is_flat = self._is_here and all(isinstance(key, str) for key in (*self._copiers, *written))
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Find out once how modules are called here."""
         self._explored = as_explored(self._call)
+        self._flags.look()
 
     def run(self, t: int) -> None:
         """Call the policy and keep what it promised."""
         inputs = {key: copy() for key, copy in self._copiers.items()}
-        answer = self._run(inputs, self._kept, self._outputs)
+        if self._kept or not self._is_flat:
+            request = self._request({**self._flags.get(), **inputs}, self._kept, self._outputs)
+        else:
+            if self._form is None or self._flags.have_changed:
+                self._form = Form(self._request(self._flags.get(), {}, self._outputs))
+            request = self._form.filled(inputs)
+        answer = self._ask(request, self._outputs)
         if self._private:
             self._kept = {key: answer.get(key) for key in self._private}
             self._has_kept[:] = True
-
-    def _reading(self) -> list[tuple[Key, Tensor]]:
-        return [(key, self._present.tensors[key]) for key in self._read]
 
     def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
         """Call the policy with the rows of some lanes; apart with those of which it has kept nothing yet."""
@@ -302,7 +312,7 @@ class TensorDictStage(Stage):
         kept = {key: value.flatten(0, dims - 1) for key, value in self._kept.items()}
         given = {key: value[lanes] for key, value in kept.items()} if self._has_kept[lanes[0]] else {}
         some = _gather(self._outputs, dict.fromkeys([*self._written, *self._keys]), lanes)
-        answer = self._run(inputs, given, some)
+        answer = self._ask(self._request(inputs, given, some), some)
         _scatter(some, self._outputs, lanes)
         for key in self._private:
             value = answer.get(key)
@@ -311,14 +321,15 @@ class TensorDictStage(Stage):
             self._kept[key] = whole.view(*size, *value.shape[1:])
             self._has_kept[lanes] = True
 
-    def _run(self, inputs: dict[Key, Tensor], kept: Mapping[Key, Tensor], outputs: Rows) -> TensorDictBase:
+    def _request(self, inputs: Mapping[Key, Tensor], kept: Mapping[Key, Tensor], outputs: Rows) -> TensorDict:
         entries = {**inputs, **{key: outputs.tensors[key] for key in self._written}, **kept}
         if self._is_here:
-            request = trusted(entries, outputs.batch_size, self._device)
-        else:
-            request = TensorDict(nest(entries), outputs.batch_size, device=self._device)
+            return trusted(entries, outputs.batch_size, self._device)
+        return TensorDict(nest(entries), outputs.batch_size, device=self._device)
+
+    def _ask(self, request: TensorDict, outputs: Rows) -> TensorDictBase:
         answer = checked_answer(self._explored(request))
-        found = dict(answer.items())  # a TensorDict takes its time for each question
+        found = first_entries(answer)
         for key in self._keys:
             value = found.get(key) if isinstance(key, str) else answer.get(key, None)
             if value is None:
@@ -330,30 +341,46 @@ class TensorDictStage(Stage):
 
 
 def copier(tensor: Tensor) -> Callable[[], Tensor]:
-    """What makes a copy of `tensor`, which stays where it is; by way of numpy, which takes less time and cache."""
-    if tensor.device.type != "cpu":
-        return tensor.clone
+    """What makes a copy of `tensor`, which stays where it is; by way of numpy where it is large, see `LARGE`."""
+    if tensor.device.type != "cpu" or tensor.numel() < LARGE:
+        return tensor.detach().clone
     array = tensor.detach().numpy()
     return lambda: torch.from_numpy(array.copy())
 
 
 class Lasting:
-    """A copy that is given again for as long as neither it nor its original was changed: of flags that never are."""
+    """Copies of flags that are given again until somebody has changed them, which nobody does (on the CPU)."""
 
-    def __init__(self, original: Tensor) -> None:
-        """Copy `original`, which is small, when it is asked for."""
-        self._copy = copier(original)
-        self._original = original.detach().numpy() if original.device.type == "cpu" else None
-        self._given: tuple[Tensor, np.ndarray] | None = None
+    def __init__(self, originals: Mapping[Key, Tensor]) -> None:
+        """Copy `originals`, which only change between slots, when they are asked for."""
+        self._originals = originals
+        self._is_here = all(original.device.type == "cpu" for original in originals.values())
+        self._arrays = [original.numpy() for original in originals.values()] if self._is_here else []
+        self._given: dict[Key, Tensor] = {}
+        self._memory = np.zeros(0, bool)
+        """That of all copies."""
+        self._before = None if originals else b""
+        """What was in it; None if new ones have to be made."""
 
-    def get(self) -> Tensor:
-        """The copy."""
-        if self._original is None:
-            return self._copy()
-        if self._given is None or self._given[1].tobytes() != self._original.tobytes():
-            tensor = self._copy()
-            self._given = (tensor, tensor.numpy())
-        return self._given[0]
+    def look(self) -> None:
+        """Look at the originals."""
+        if b"".join(map(np.ndarray.tobytes, self._arrays)) != self._before:
+            self._before = None
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether new copies have to be made."""
+        return self._memory.tobytes() != self._before
+
+    def get(self) -> Mapping[Key, Tensor]:
+        """The copies."""
+        if self._originals and self.have_changed:
+            memory = torch.stack(list(self._originals.values()))
+            self._given = {key: memory[place] for place, key in enumerate(self._originals)}
+            if self._is_here:
+                self._memory = memory.numpy()
+                self._before = self._memory.tobytes()
+        return self._given
 
 
 def _gather(rows: Rows, keys: Iterable[Key], lanes: np.ndarray) -> Rows:

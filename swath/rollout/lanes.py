@@ -116,7 +116,7 @@ class Lanes:
             ended = (self.out.tensors[TERMINATED] | self.out.tensors[TRUNCATED]).reshape(-1).cpu().numpy()
         else:
             ended = np.logical_or(*self._flags)
-        lanes: list[int] = np.flatnonzero(ended).tolist()
+        lanes: list[int] = ended.nonzero()[0].tolist()
         return lanes
 
     def _wake(self) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from swath.keys import WORKER_BITS
 
-FEW = 16
+FEW = 8
 """So many ends of trajectories are seen to one by one in less time than all at once."""
 
 
@@ -43,27 +43,22 @@ class TrajectoryIds:
 
         New trajectories are numbered in the order in which they begin, lanes in order where they begin together.
         """
-        out[:] = self.current[:, None]
-        if done.shape[1] == 1:  # as is quicker
+        lanes, steps = done.shape
+        if steps == 1:  # as is quicker
+            out[:] = self.current[:, None]
             self.renew(done.nonzero()[0].tolist())
             return
-        last = np.argwhere(done.T)
-        if len(last) <= FEW:
-            for at, one in last.tolist():
+        (ends,) = done.T.reshape(-1).nonzero()
+        if len(ends) <= FEW:
+            out[:] = self.current[:, None]
+            for end in ends.tolist():
+                at, one = divmod(end, lanes)
                 self.renew((one,))
                 out[one, at + 1 :] = self.current[one]
             return
-        ends = np.cumsum(done, axis=1)
-        before = ends - done  # how many trajectories of this lane have ended before each frame
-        counts = ends[:, -1]
-        first = np.cumsum(counts + 1) - (counts + 1)  # where each lane's ids begin in the table
-        lane, step = np.nonzero(done)
-        order = np.lexsort((lane, step))
-        rank = np.empty_like(order)
-        rank[order] = np.arange(len(order))
-        table = np.empty(len(order) + len(done), dtype=np.int64)
-        table[first] = self.current
-        table[first[lane] + ends[lane, step]] = self._worker + self.count + rank
-        out[:] = table[first[:, None] + before]
-        self.current = table[first + counts]
-        self.count += len(order)
+        ids = np.zeros((lanes, steps + 1), dtype=np.int64)
+        ids[:, 0] = self.current
+        ids[ends % lanes, ends // lanes + 1] = self._worker + self.count + np.arange(len(ends))
+        np.maximum.accumulate(ids, 1, out=ids)  # each is larger than those before
+        out[:], self.current = ids[:, :-1], ids[:, -1].copy()
+        self.count += len(ends)

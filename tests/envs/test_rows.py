@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
 from swath.envs import Leaf, Rows
+from swath.envs.rows import LARGE
+from swath.errors import ShapeError
 from swath.runtime.columns import Columns
 
 LEAVES = {"vector": Leaf((4,), torch.float32), "number": Leaf((), torch.int64)}
@@ -33,3 +36,20 @@ def test_rows_over_columns_and_their_parts_share_the_memory() -> None:
     assert part.arrays["vector"].tolist() == torch.arange(24).view(6, 4).tolist()
     rows.part(6, 9, (3,)).tensors["number"].fill_(5)
     assert part.tensors["number"].tolist() == [[0] * 3, [5] * 3]
+
+
+@pytest.mark.parametrize("size", [4, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8, torch.uint16], ids=str)
+def test_what_is_put_is_copied_whatever_it_is(size: int, dtype: torch.dtype) -> None:
+    rows = Rows({"x": Leaf((size,), dtype)}, (2,))
+    value = torch.arange(2 * size).view(2, size).to(dtype)
+    for put in (value, value.clone().t().contiguous().t(), nn.Parameter(value, dtype.is_floating_point)):
+        rows.tensors["x"].zero_()
+        rows.put("x", put, "It")
+        assert torch.equal(rows.tensors["x"], value)
+        assert not rows.tensors["x"].requires_grad
+    if dtype is torch.float32:
+        rows.put("x", torch.view_as_complex(torch.stack([value, -value], -1)).conj().imag, "It")
+        assert torch.equal(rows.tensors["x"], value)
+    with pytest.raises(ShapeError, match=r"It gave 'x' of shape"):
+        rows.put("x", value[:1], "It")

@@ -20,7 +20,10 @@ from tensordict.nn import (
 from torch import Tensor, nn
 from torch import distributions as D
 
+from swath import entries
+from swath.envs import Leaf, Rows
 from swath.errors import PolicyError
+from swath.modules.stages import TensorDictStage
 
 
 def by_keyword(*, left: Tensor, right: Tensor) -> Tensor:
@@ -343,3 +346,86 @@ def test_what_a_policy_keeps_and_changes_is_its_own() -> None:
     zoo.assert_same(torch.stack([td["observation"] for td in policy.kept], 1), batch["observation"])
     zoo.assert_same(batch["action"], batch["observation"][..., : zoo.CHOICES])
     assert not batch["done"].any()
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["made of its parts", "made by tensordict"])
+def test_each_call_gets_a_tensordict_of_its_own(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entries, "_IS_KNOWN", is_known and entries._IS_KNOWN)
+    kept: list[TensorDictBase] = []
+
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        assert set(td.keys()) == {"observation", "done", "terminated", "truncated"}
+        assert td.batch_size == td["observation"].shape[:1]
+        kept.append(td)
+        return td.set("action", td["observation"][..., : zoo.CHOICES])
+
+    collector = zoo.begun(policy)
+    kept.clear()
+    batch = collector.next()
+    for key in ("observation", "action", "done"):
+        zoo.assert_same(torch.stack([td[key] for td in kept], 1), batch[key])
+
+
+def test_what_is_added_to_a_nested_entry_is_gone_in_the_next_step() -> None:
+    def add(td: TensorDictBase) -> TensorDictBase:
+        assert ("made", "more") not in td.keys(True)
+        td["made", "more"] = td["made", "scores"].clone()
+        return td.set("action", td["observation"])
+
+    leaf = Leaf((2,), torch.float32)
+    outputs = Rows({("made", "scores"): leaf, "action": leaf}, (3,))
+    stage = TensorDictStage(add, Rows({"observation": leaf}, (3,)), [("made", "scores")], outputs, ["action"], None)
+    stage.begin(2, None)
+    stage.run(0)
+    stage.run(1)
+
+
+class Remembers(nn.Module):
+    """A network that keeps what it has computed last, for a loss, and one that needs gradients to act."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.last = zoo.mlp(zoo.CHOICES), torch.zeros(())
+
+    def forward(self, observation: Tensor) -> Tensor:
+        self.last = self.net(observation)
+        with torch.enable_grad():
+            x = self.last.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(x.square().sum(), x)
+        return slope
+
+
+def _with_a_hook(kept: list[Tensor]) -> nn.Module:
+    net = zoo.mlp(zoo.CHOICES)
+    net[0].register_forward_hook(lambda module, args, result: kept.append(result))
+    return net
+
+
+WAYS = [{}, {"fast_policy": False}, {"trust_policy": True}]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_what_a_policy_keeps_can_be_trained_with(way: dict[str, Any]) -> None:
+    kept: list[Tensor] = []
+    for net in (Remembers(), _with_a_hook(kept)):
+        zoo.begun(TensorDictModule(net, ["observation"], ["action"]), **way).next()
+        last = net.last if isinstance(net, Remembers) else kept[-1]
+        assert not last.is_inference()
+        (nn.Parameter(torch.ones(())) * last).sum().backward()
+
+
+@pytest.mark.parametrize("way", WAYS[1:], ids=str)
+def test_what_keeps_nothing_is_called_in_inference_mode(way: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is of use only for as long as it is called; the batch is ordinary."""
+    modes: set[bool] = set()
+    forward = nn.Linear.forward
+
+    def watched(self: nn.Linear, given: Tensor) -> Tensor:
+        modes.add(torch.is_inference_mode_enabled())
+        return forward(self, given)
+
+    collector = zoo.begun(zoo.discrete(), **way)
+    monkeypatch.setattr(nn.Linear, "forward", watched)
+    batch = collector.next()
+    assert modes == {True}
+    assert not any(value.is_inference() for value in batch.values(True, True))
