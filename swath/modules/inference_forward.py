@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import InteractionType, ProbabilisticTensorDictModule, TensorDictModule
 from torch import Tensor, nn
 
-from swath.entries import trusted
+from swath.entries import peek, trusted
 from swath.envs.base import EnvBase
 from swath.envs.rows import Rows
 from swath.errors import RowCountError
@@ -43,19 +43,19 @@ class RequestLayout:
         leaves: its entries.
         batch_size: of its TensorDict.
         rows: how many rows it has in a forward.
-        group: what all layouts of the same entries share, in a server that has seen them.
+        forward: that of the last request that looked like this, in a server that has seen one.
     """
 
-    __slots__ = ("batch_size", "group", "leaves", "rows")
+    __slots__ = ("batch_size", "forward", "leaves", "rows")
 
     def __init__(self, leaves: Leaves, batch_size: tuple[int, ...]) -> None:
-        """Of no group yet."""
+        """Of no forward yet."""
         self.leaves, self.batch_size = leaves, batch_size
         self.rows = math.prod(batch_size)
-        self.group: object = None
+        self.forward: Forward | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Groups are of one server."""
+        """Forwards are of one server."""
         return RequestLayout, (self.leaves, self.batch_size)
 
 
@@ -65,7 +65,7 @@ def entries_of(tensordict: TensorDictBase, keys: Sequence[Key] | None) -> dict[K
         return {as_key(key): v for key, v in tensordict.items(True, True) if isinstance(v, Tensor)}
     found: dict[Key, Tensor] = {}
     for key in keys:
-        value = tensordict.get(key, None)
+        value = peek(tensordict, key)
         if isinstance(value, Tensor):
             found[key] = value
         elif isinstance(value, TensorDictBase):
@@ -75,7 +75,10 @@ def entries_of(tensordict: TensorDictBase, keys: Sequence[Key] | None) -> dict[K
 
 def look_of(entries: dict[Key, Tensor], batch_size: torch.Size) -> tuple[Any, ...]:
     """What tells requests of different layouts apart, quickly."""
-    return (batch_size, *entries, *[v.shape for v in entries.values()], *[v.dtype for v in entries.values()])
+    look: list[Any] = [batch_size]
+    for key, value in entries.items():
+        look += key, value.shape, value.dtype
+    return tuple(look)
 
 
 def layout_of(entries: dict[Key, Tensor], batch_size: torch.Size) -> RequestLayout:
@@ -86,19 +89,15 @@ def layout_of(entries: dict[Key, Tensor], batch_size: torch.Size) -> RequestLayo
 
 def arrays_of(entries: dict[Key, Tensor], layout: RequestLayout) -> list[np.ndarray]:
     """The entries as arrays `[rows, ...]`; for a batch size of `()`, of one row without its dimension."""
-    arrays = [_array(value) for value in entries.values()]
+    try:
+        # Without `detach` where it is not needed: that lets the interpreter's lock go, and so wakes other threads.
+        arrays = [value.numpy() for value in entries.values()]
+    except (RuntimeError, TypeError):  # one has a gradient, lies elsewhere, or is of a type that numpy does not know
+        arrays = [array_of(value.detach().cpu()) for value in entries.values()]
     if len(layout.batch_size) > 1:
         rows = layout.rows
         arrays = [a.reshape(rows, *leaf.shape) for a, (_, leaf) in zip(arrays, layout.leaves, strict=True)]
     return arrays
-
-
-def _array(value: Tensor) -> np.ndarray:
-    """Without `detach` where it is not needed: that lets the interpreter's lock go, and so wakes other threads."""
-    try:
-        return value.numpy()
-    except (RuntimeError, TypeError):  # it has a gradient, lies elsewhere, or is of a type that numpy does not know
-        return array_of(value.detach().cpu())
 
 
 class Rowed(Protocol):
@@ -106,7 +105,6 @@ class Rowed(Protocol):
 
     arrays: list[np.ndarray]
     layout: RequestLayout
-    rows: int
 
 
 class Outputs(NamedTuple):
@@ -135,7 +133,7 @@ class Forward:
         generator: torch.Generator | None,
     ) -> None:
         """Call `policy`, which lies on `device`, with rows of `leaves`; noise that is drawn ahead is of `generator`."""
-        self._policy, self._kind, self._device, self._generator = policy, kind, device, generator
+        self._policy, self.kind, self._device, self._generator = policy, kind, device, generator
         self._leaves, self._version_key = dict(leaves), version_key
         self._out_keys = {as_key(key) for key in getattr(policy, "out_keys", None) or ()}
         self._capacity = 0
@@ -162,30 +160,18 @@ class Forward:
 
     def is_quick_for(self, requests: Sequence[Rowed]) -> bool:
         """Whether it does for so many rows."""
-        return self._stages is not None and sum([request.rows for request in requests]) <= self._capacity
+        return self._stages is not None and sum([request.layout.rows for request in requests]) <= self._capacity
 
     def run(self, requests: Sequence[Rowed], version: int) -> Outputs:
         """Call the policy once, with the rows of all `requests`."""
-        count = 0
-        for request in requests:
-            count += request.rows
+        count = sum([request.layout.rows for request in requests])
         if count > self._capacity:
             self._make_room(count)
-        at = 0
-        for request in requests:
-            if request.layout.batch_size:
-                stop = at + request.rows
-                for target, array in zip(self._arrays, request.arrays, strict=True):
-                    target[at:stop] = array
-                at = stop
-            else:
-                for target, array in zip(self._arrays, request.arrays, strict=True):
-                    target[at] = array
-                at += 1
+        self._put_together(requests, count)
         if self._stages is not None:
             arrays = self._run_stages(self._stages, count)
         else:
-            with nullcontext() if self._kind is None else ExploringHere(self._kind):
+            with nullcontext() if self.kind is None else ExploringHere(self.kind):
                 written = self._run_module(count)
                 if self._may_plan:
                     self._plan()
@@ -196,6 +182,23 @@ class Forward:
             versions.fill(version)
             arrays.append(versions)
         return Outputs(self._described, arrays)
+
+    def _put_together(self, requests: Sequence[Rowed], count: int) -> None:
+        """The rows of all requests, one after the other: in one call for each entry, if every request is a row."""
+        if len(requests) == count > 8 and not any([request.layout.batch_size for request in requests]):
+            each = zip(*[request.arrays for request in requests], strict=True)
+            for target, arrays in zip(self._arrays, each, strict=True):
+                if target.ndim > 1:
+                    np.concatenate(arrays, out=target[:count].reshape(count * target.shape[1], *target.shape[2:]))
+                else:
+                    target[:count] = arrays
+            return
+        at = 0
+        for request in requests:
+            stop = at + request.layout.rows
+            for target, array in zip(self._arrays, request.arrays, strict=True):
+                target[at:stop] = array  # of one row without its dimension as well
+            at = stop
 
     def _make_room(self, count: int) -> None:
         self._capacity = 1 << (count - 1).bit_length()
