@@ -11,11 +11,13 @@ from time import perf_counter
 
 import numpy as np
 from tensordict.nn import InteractionType
+from torch import Tensor
 
 from swath.errors import ChannelClosedError, ClosedError
 from swath.modules.inference_forward import Leaves, Outputs, RequestLayout
 from swath.modules.inference_wire import KINDS, Desk, Opened, Refused
 from swath.runtime.channel import Channel
+from swath.runtime.columns import tensor_of
 from swath.runtime.faults import Failure
 from swath.runtime.liveness import watch
 
@@ -24,7 +26,7 @@ class Request:
     """Something to be answered. There are many of them: what is seldom set is an attribute of the class until then."""
 
     layout: RequestLayout
-    arrays: list[np.ndarray]
+    tensors: list[Tensor]
     kind: InteractionType | None
     arrived: float
     is_abandoned = False
@@ -63,7 +65,12 @@ class RemoteRequest(Request):
     ) -> None:
         """It lies on a desk, or came as arrays. It arrives now."""
         self.layout, self.kind, self.arrived = layout, KINDS[kind], perf_counter()
-        self.arrays = source.inputs if isinstance(source, Desk) else source
+        if isinstance(source, Desk):
+            self.tensors = source.tensors
+        else:
+            self.tensors = [
+                tensor_of(array, leaf.dtype) for array, (_, leaf) in zip(source, layout.leaves, strict=True)
+            ]
         self._connection, self._number = connection, number
         self._desk = source if isinstance(source, Desk) else None
 

@@ -17,15 +17,23 @@ from collections.abc import Callable, Sequence
 from time import monotonic, perf_counter
 from typing import Any
 
-import numpy as np
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 from torch import Tensor
 
+from swath.entries import put
 from swath.errors import ChannelClosedError, ClosedError
 from swath.keys import Key
 from swath.modules.inference_connections import Connection, Request
-from swath.modules.inference_forward import Outputs, RequestLayout, arrays_of, entries_of, layout_of, look_of
+from swath.modules.inference_forward import (
+    Outputs,
+    RequestLayout,
+    arrays_of,
+    entries_of,
+    layout_of,
+    look_of,
+    tensors_of,
+)
 from swath.modules.inference_loop import InferenceLoop
 from swath.modules.inference_wire import (
     CODES,
@@ -43,7 +51,6 @@ from swath.runtime.channel import Channel
 from swath.runtime.columns import tensor_of
 from swath.runtime.faults import Failure
 
-Entries = list[tuple[Key, Tensor]]
 RAISED = "Raised by the policy of the InferenceServer."
 DIED = "The InferenceServer has ended without a word: its process was killed, or has crashed."
 
@@ -57,10 +64,10 @@ class LocalRequest(Request):
     _is_waited = False
 
     def __init__(
-        self, layout: RequestLayout, arrays: list[np.ndarray], kind: InteractionType | None, loop: InferenceLoop
+        self, layout: RequestLayout, tensors: list[Tensor], kind: InteractionType | None, loop: InferenceLoop
     ) -> None:
         """Not answered yet, by `loop`. It arrives now."""
-        self.layout, self.arrays, self.kind, self.arrived = layout, arrays, kind, perf_counter()
+        self.layout, self.tensors, self.kind, self.arrived = layout, tensors, kind, perf_counter()
         self._loop = loop
         self._done = allocate_lock()
         self._done.acquire()
@@ -113,24 +120,19 @@ class LocalRequest(Request):
                 self.wake()  # which leaves the lock open for whoever asks again
         return self._outcome is not None
 
-    def entries(self, timeout_s: float | None) -> Entries:
-        """Wait, and take our rows."""
+    def write(self, tensordict: TensorDictBase, timeout_s: float | None) -> None:
+        """Wait, and write our rows into `tensordict`."""
         if not self.wait(timeout_s):
             raise TimeoutError(f"The InferenceServer has not answered within {timeout_s} s.")
         outputs, at, size, device = self._outcome, self._at, self.layout.batch_size, self._loop.settings.output_device
         assert outputs is not None
         if not isinstance(outputs, Outputs):
             raise _error(outputs)
-        described = zip(outputs.leaves, outputs.arrays, strict=True)
-        if not size:
-            entries = [(key, tensor_of(array[at, ...], leaf.dtype)) for (key, leaf), array in described]
-        else:
-            stop = at + self.layout.rows
-            entries = [
-                (key, tensor_of(array[at:stop].reshape(*size, *leaf.shape), leaf.dtype))
-                for (key, leaf), array in described
-            ]
-        return entries if device is None else [(key, value.to(device)) for key, value in entries]
+        stop = at + self.layout.rows
+        for (key, leaf), array in zip(outputs.leaves, outputs.arrays, strict=True):
+            rows = array[at:stop].reshape(*size, *leaf.shape) if size else array[at, ...]
+            value = tensor_of(rows, leaf.dtype)
+            put(tensordict, key, value if device is None else value.to(device))
 
 
 def _error(failure: Failure | ClosedError) -> BaseException:
@@ -148,7 +150,7 @@ class LocalDoor:
         self._pid = os.getpid()
 
     def submit(self, tensordict: TensorDictBase, keys: Sequence[Key] | None, kind: Any, keep: bool) -> LocalRequest:
-        """Hand the arrays over."""
+        """Hand the tensors over."""
         if os.getpid() != self._pid:
             raise _forked()
         entries, size = entries_of(tensordict, keys), tensordict.batch_size
@@ -156,8 +158,8 @@ class LocalDoor:
         layout = self._layouts.get(look)
         if layout is None:
             layout = self._layouts[look] = layout_of(entries, size)
-        arrays = arrays_of(entries, layout)
-        request = LocalRequest(layout, [array.copy() for array in arrays] if keep else arrays, kind, self._loop)
+        tensors = tensors_of(entries, layout)
+        request = LocalRequest(layout, [tensor.clone() for tensor in tensors] if keep else tensors, kind, self._loop)
         self._loop.submit(request, rings=keep)  # otherwise it is waited for at once
         return request
 
@@ -187,7 +189,7 @@ class AskedRequest:
         self.is_over = False
         self.failure: Failure | ClosedError | None = None
         self._connection = connection
-        self._entries: Entries = []
+        self._entries: list[tuple[Key, Tensor]] = []
 
     def take(self) -> None:
         """Copy the answer from the desk, which may be used for another request then."""
@@ -204,13 +206,14 @@ class AskedRequest:
         """Wait; whether it is over."""
         return self._connection.wait(self, timeout_s)
 
-    def entries(self, timeout_s: float | None) -> Entries:
-        """Wait for the answer."""
+    def write(self, tensordict: TensorDictBase, timeout_s: float | None) -> None:
+        """Wait for the answer, and write it into `tensordict`."""
         if not self.wait(timeout_s):
             raise TimeoutError(f"The InferenceServer has not answered within {timeout_s} s.")
         if self.failure is not None:
             raise _error(self.failure)
-        return self._entries
+        for key, value in self._entries:
+            put(tensordict, key, value)
 
 
 class RemoteConnection:

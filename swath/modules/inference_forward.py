@@ -25,7 +25,7 @@ from swath.modules.plan import Composition, Planner
 from swath.modules.probe import Probe
 from swath.modules.sampling import SamplingStage
 from swath.modules.stages import Stage, ask
-from swath.runtime.columns import Columns, Leaf, array_of
+from swath.runtime.columns import Columns, Leaf, array_of, tensor_of
 
 AHEAD = 64
 """For how many forwards noise is drawn at a time, where it is drawn ahead."""
@@ -87,23 +87,28 @@ def layout_of(entries: dict[Key, Tensor], batch_size: torch.Size) -> RequestLayo
     return RequestLayout(tuple((key, Leaf.of(value, dims)) for key, value in entries.items()), tuple(batch_size))
 
 
-def arrays_of(entries: dict[Key, Tensor], layout: RequestLayout) -> list[np.ndarray]:
-    """The entries as arrays `[rows, ...]`; for a batch size of `()`, of one row without its dimension."""
-    try:
-        # Without `detach` where it is not needed: that lets the interpreter's lock go, and so wakes other threads.
-        arrays = [value.numpy() for value in entries.values()]
-    except (RuntimeError, TypeError):  # one has a gradient, lies elsewhere, or is of a type that numpy does not know
-        arrays = [array_of(value.detach().cpu()) for value in entries.values()]
+def tensors_of(entries: dict[Key, Tensor], layout: RequestLayout) -> list[Tensor]:
+    """The entries as plain tensors `[rows, ...]` here; for a batch size of `()`, of one row without its dimension."""
+    tensors = [
+        value
+        if type(value) is Tensor and value.is_cpu and not value.requires_grad and value.layout is torch.strided
+        else tensor_of(array_of(value.detach().cpu()), value.dtype)
+        for value in entries.values()
+    ]
     if len(layout.batch_size) > 1:
-        rows = layout.rows
-        arrays = [a.reshape(rows, *leaf.shape) for a, (_, leaf) in zip(arrays, layout.leaves, strict=True)]
-    return arrays
+        return [t.reshape(layout.rows, *leaf.shape) for t, (_, leaf) in zip(tensors, layout.leaves, strict=True)]
+    return tensors
+
+
+def arrays_of(entries: dict[Key, Tensor], layout: RequestLayout) -> list[np.ndarray]:
+    """The same as arrays."""
+    return [array_of(tensor) for tensor in tensors_of(entries, layout)]
 
 
 class Rowed(Protocol):
     """A request, as a forward sees it."""
 
-    arrays: list[np.ndarray]
+    tensors: list[Tensor]
     layout: RequestLayout
 
 
@@ -138,7 +143,8 @@ class Forward:
         self._out_keys = {as_key(key) for key in getattr(policy, "out_keys", None) or ()}
         self._capacity = 0
         self._columns = Columns(self._leaves, (0,))
-        self._arrays: list[np.ndarray] = []
+        self._places: dict[int, list[Tensor]] = {}
+        """Of the columns, as many rows as a forward has had."""
         self._outputs = Rows({})
         self._stages: list[Stage] | None = None
         self._visible: list[Key] = []
@@ -184,26 +190,21 @@ class Forward:
         return Outputs(self._described, arrays)
 
     def _put_together(self, requests: Sequence[Rowed], count: int) -> None:
-        """The rows of all requests, one after the other: in one call for each entry, if every request is a row."""
-        if len(requests) == count > 8 and not any([request.layout.batch_size for request in requests]):
-            each = zip(*[request.arrays for request in requests], strict=True)
-            for target, arrays in zip(self._arrays, each, strict=True):
-                if target.ndim > 1:
-                    np.concatenate(arrays, out=target[:count].reshape(count * target.shape[1], *target.shape[2:]))
-                else:
-                    target[:count] = arrays
-            return
-        at = 0
-        for request in requests:
-            stop = at + request.layout.rows
-            for target, array in zip(self._arrays, request.arrays, strict=True):
-                target[at:stop] = array  # of one row without its dimension as well
-            at = stop
+        """The rows of all requests, one after the other."""
+        places = self._places.get(count)
+        if places is None:
+            places = self._places[count] = [tensor[:count] for tensor in self._columns.tensors.values()]
+        have_rows = [request.layout.batch_size != () for request in requests]
+        for place, tensors in zip(places, zip(*[request.tensors for request in requests], strict=True), strict=True):
+            if True not in have_rows:
+                torch.stack(tensors, out=place)
+            else:
+                torch.cat([t if has else t[None] for t, has in zip(tensors, have_rows, strict=True)], out=place)
 
     def _make_room(self, count: int) -> None:
         self._capacity = 1 << (count - 1).bit_length()
         self._columns = Columns(self._leaves, (self._capacity,))
-        self._arrays = [array_of(tensor) for tensor in self._columns.tensors.values()]
+        self._places.clear()
         self._stages = None
 
     def _describe(self, leaves: dict[Key, Leaf]) -> None:
