@@ -80,6 +80,10 @@ class CheckpointError(SwathError, ValueError):
     """A saved buffer is damaged, or does not fit where it is to be loaded; the text names the file."""
 
 
+class BufferGoneError(SwathError, RuntimeError):
+    """A replay buffer that lives in another process cannot be reached any more."""
+
+
 class RateLimitError(SwathError, TimeoutError):
     """Writing or sampling waited too long for the other side."""
 

@@ -12,7 +12,8 @@ from typing import Any
 from swath.collectors.buffer_sink import BufferSink
 from swath.collectors.choosing import lanes_by_worker
 from swath.collectors.config import CommonConfig
-from swath.collectors.delivery import Delivery, FirstCome, Part
+from swath.collectors.delivery import Delivery, Part
+from swath.collectors.first_come import FirstCome
 from swath.collectors.free_running import FreeRunning
 from swath.collectors.kinds import check_kind
 from swath.collectors.pausing import must_not_hold

@@ -1,9 +1,4 @@
-"""Deliveries: which finished parts reach the consumer, in which order, and when a worker may start again.
-
-NOTE [Back-pressure]: with first-come delivery every worker has a few batches under way or waiting, no more. A batch
-that is delivered makes room for one more of the same worker. Nothing is ever dropped because the consumer is slow:
-workers then wait. As each worker has the same room and finished batches wait in one line, none can crowd out another.
-"""
+"""Deliveries: which finished parts reach the consumer, in which order, and when a worker may start again."""
 
 from __future__ import annotations
 
@@ -27,8 +22,6 @@ from swath.weights import Publisher
 
 BY_POLICY, AT_RANDOM = Collect(False), Collect(True)
 OVER, GIVEN_UP = attrgetter("is_over"), attrgetter("is_given_up")
-BULK_FRAMES = 1000
-"""So many frames are ordered in bulk, or one batch if that is more."""
 
 
 @dataclass(eq=False)
@@ -261,11 +254,11 @@ class Barrier(Delivery):
         """The parts of all workers."""
         if self.budget.is_spent:
             return None
-        return self._await(self._fills if self.terms.writes else self._lay_out)
+        return self._await(fills=self.terms.writes) or None
 
     def rollout(self) -> list[Part]:
         """The parts of all workers, in slots."""
-        return self._await(self._lay_out)
+        return self._await(fills=False)
 
     def _fills(self, shares: dict[int, int]) -> list[Part]:
         """A part for each worker, in the replay buffer."""
@@ -294,12 +287,19 @@ class Barrier(Delivery):
         arenas = [(i, n, self._arena(i, own)) for i, n in shares.items()]
         return [self._part(i, n, random, arena, arena.acquire(n)) for i, n, arena in arenas]
 
-    def _await(self, lay_out: Callable[[dict[int, int]], list[Part]]) -> list[Part]:
-        """Have the parts collected, by those workers that are there; again, if another thread has made them void."""
+    def _await(self, fills: bool) -> list[Part]:
+        """Have the parts collected, by those workers that are there; again, if another thread has made them void.
+
+        None if that was all which the buffer was still to be filled with: it counts.
+        """
         while True:
+            while self.terms.writes and self.pool.discarding:  # what is written all the same is told with the answer
+                self.pool.attend(LOOK_S)
             if self.pool.unclaimed:
                 self._void()
-            parts = lay_out(self._shares())
+            if fills and self.budget.is_spent:
+                return []
+            parts = self._fills(self._shares()) if fills else self._lay_out(self._shares())
             done = self._collected(parts)
             if self.pool.finished:  # of one that was interrupted
                 self._void([part for part in list(self.pool.finished) if self.pool.take(part)])
@@ -307,8 +307,6 @@ class Barrier(Delivery):
                 self._count(done)
                 return done
             self._void(done)
-            if self.terms.writes and self.budget.is_spent:
-                return done
 
     def _collected(self, parts: list[Part]) -> list[Part]:
         with self.pool.section if len(parts) > 1 else self.pool.section.lock:  # all at once, see `Pool.ask`
@@ -323,125 +321,3 @@ class Barrier(Delivery):
             self.pool.attend(LOOK_S)
         with self.pool.section.lock:  # a thread that gives up parts takes and marks them in one
             return [part for part in parts if self.pool.take(part)]
-
-
-class FirstCome(Delivery):
-    """Each batch is of one worker, the one that was ready first; others go on meanwhile."""
-
-    def __init__(
-        self,
-        pool: Pool[Part],
-        terms: Terms,
-        budget: FrameBudget,
-        *,
-        slots_per_worker: int = 2,
-        max_staleness: int | None = None,
-    ) -> None:
-        """Let each worker have `slots_per_worker` batches under way or waiting.
-
-        With `max_staleness` workers wait so that no batch becomes older than so many versions.
-        """
-        super().__init__(pool, terms, budget)
-        self._slots, self.max_staleness = slots_per_worker, max_staleness
-        self._least = 0
-        """How many steps are ordered at least."""
-        self.lag = self.worst_lag = 0
-        """By how many versions the last batch was behind, and the worst."""
-
-    def next(self, *, in_bulk: bool = False) -> list[Part] | None:
-        """The part that was finished first; others are begun, as many as there is room for."""
-        if self.budget.is_spent:
-            return None
-        self._least = self._bulk() if in_bulk and self.terms.writes else 0
-        if self.pool.unclaimed:
-            self._void()
-        self._begin_more(ahead=1)
-        return self._next() or None
-
-    def rollout(self) -> list[Part]:
-        """The same in a slot; where nothing is under way, a worker is asked for one."""
-        if self.terms.writes:
-            self.settle()
-        elif not self.budget.is_spent:
-            self._begin_more(ahead=1)
-        if not self.pool.under_way and not self.pool.finished:
-            index = min(self.pool.indices, key=self.pool.last_ticket.__getitem__)
-            self.pool.issue(self._in_slot(index, self.terms.steps[index], self.budget.spent))
-        return self._next() or self.rollout()  # if it was discarded
-
-    def _bulk(self) -> int:
-        """How many steps to order at a time, to spare messages; fewer towards the end, so that all have work."""
-        frames = BULK_FRAMES
-        if not self.budget.is_endless:
-            left = self.budget.total - self.budget.spent
-            frames = min(frames, left // (2 * self._slots * max(1, len(self.pool.indices))))
-        return frames // self.terms.lanes
-
-    def _next(self) -> list[Part]:
-        """The part that is due; none if all that was left to collect has been discarded, and counts."""
-        while (part := self._taken()) is None:
-            self.pool.attend(LOOK_S)
-            if not self.budget.is_spent:
-                self._begin_more(ahead=1)
-            elif not self.pool.under_way and not self.pool.finished:
-                return []
-        self.lag = self.terms.version() - part.collected.version
-        self.worst_lag = max(self.worst_lag, self.lag)
-        if not self.budget.is_spent:
-            self._begin_more(ahead=0)
-        return [part]
-
-    def _taken(self) -> Part | None:
-        with self.pool.section:  # another thread may give up all that waits
-            part = self._due()
-            if part is not None:
-                self.pool.finished.remove(part)
-                self._count([part])
-            return part
-
-    def _due(self) -> Part | None:
-        """The finished part that is delivered next: the first, unless another would then become too old.
-
-        Each delivery may bring a new version. What remains must be deliverable, the oldest first, within
-        `max_staleness` versions of its own: otherwise the oldest is waited for.
-        """
-        finished, staleness = list(self.pool.finished), self.max_staleness
-        if staleness is None:
-            return finished[0] if finished else None
-        under_way = sorted([*finished, *self.pool.under_way], key=lambda part: part.version)
-        for part in finished:
-            others = (other for other in under_way if other is not part)
-            ages = [self.terms.version() + 1 + place - other.version for place, other in enumerate(others)]
-            if part is under_way[0] or all(age <= staleness for age in ages):
-                return part
-        return None
-
-    def _begin_more(self, ahead: int) -> None:
-        """Give out work while there is room: in each worker, in the budget, and (see `max_staleness`) in time.
-
-        A batch that is begun now will be delivered after those that wait; each delivery may bring a new version. With
-        `ahead` the consumer is asking for a batch, so that one more may be under way than while it has one.
-        """
-        pool = self.pool
-        for _ in range(self._slots):
-            waiting = [part.index for part in list(pool.finished)]
-            for index in sorted(pool.indices, key=pool.last_ticket.__getitem__):  # which has waited longest first
-                if pool.outstanding(index) + waiting.count(index) >= self._slots:
-                    continue
-                if self.max_staleness is not None and len(pool.under_way) + len(waiting) >= self.max_staleness + ahead:
-                    return
-                begun = self._finished_frames + sum(part.steps for part in pool.under_way) * self.terms.lanes
-                steps = self.terms.steps[index]
-                steps = self.budget.steps(steps * max(1, self._least // steps), self.terms.lanes, begun)
-                if not steps:
-                    return
-                if self.terms.writes:
-                    fill = Fill(steps, self.terms.steps[index])
-                    part = Part(index, fill, steps=steps, version=self.terms.version())
-                else:
-                    part = self._in_slot(index, steps, self.budget.spent + begun)
-                pool.issue(part)
-
-    def _in_slot(self, index: int, steps: int, begun: int) -> Part:
-        arena = self._arena(index, self.terms.layout.batch_size)
-        return self._part(index, steps, self._is_random(begun), arena, arena.acquire(steps))

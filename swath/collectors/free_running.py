@@ -28,6 +28,7 @@ from types import TracebackType
 
 from swath.collectors.delivery import Delivery, Part
 from swath.errors import annotate
+from swath.runtime.interrupts import undisturbed
 from swath.runtime.supervision import Patience
 
 REST_S = 60.0
@@ -167,22 +168,24 @@ class FreeRunning:
             self._await_rest(timeout_s)
             yield
         finally:
-            with self._turn:
+            with undisturbed, self._turn:
                 while self._resters.count(caller) > before:  # also what an interrupt has left
                     self._resters.remove(caller)
                 self._turn.notify_all()
 
     def _await_rest(self, timeout_s: float) -> None:
         patience = Patience()
-        with self._turn:
-            while not self._is_resting and self._thread.is_alive():
-                if patience.waited_s() > timeout_s:
-                    raise TimeoutError(
-                        f"{self._name} has not come to rest within {timeout_s:.0f} s: a step of its env or policy, a "
-                        "hook, or a write takes that long, or a worker is stopped."
-                    )
+        while True:
+            with undisturbed, self._turn:  # an interrupt within would leave it locked: one comes after each wait
+                if self._is_resting or not self._thread.is_alive():
+                    return
                 self._interrupt()  # again, as a worker that has just been started was not there before
                 self._turn.wait(0.05)
+            if patience.waited_s() > timeout_s:
+                raise TimeoutError(
+                    f"{self._name} has not come to rest within {timeout_s:.0f} s: a step of its env or policy, a "
+                    "hook, or a write takes that long, or a worker is stopped."
+                )
 
     def _interrupt(self) -> None:
         for index in self._delivery.pool.indices:
@@ -190,7 +193,7 @@ class FreeRunning:
 
     def ask_to_stop(self) -> None:
         """Let the thread end after its current step."""
-        with self._turn:
+        with undisturbed, self._turn:
             self._is_stopping = True
             self._turn.notify_all()
         self._interrupt()

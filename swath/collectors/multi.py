@@ -14,7 +14,8 @@ from torch import nn
 
 from swath.collectors.arguments import fixed, takes
 from swath.collectors.buffer_sink import BufferSink
-from swath.collectors.delivery import Barrier, Delivery, FirstCome, Part, Terms
+from swath.collectors.delivery import Barrier, Delivery, Part, Terms
+from swath.collectors.first_come import FirstCome
 from swath.collectors.joining import STACK, joined, named
 from swath.collectors.multi_config import MultiConfig
 from swath.collectors.roster import Roster

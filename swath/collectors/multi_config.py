@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from swath.collectors.config import DEVICES, CommonConfig
 from swath.collectors.kinds import check_kind, check_least, check_one_of
+from swath.data import RayReplayBuffer
 from swath.envs import EnvBase
 from swath.keys import POLICY_VERSION
 from swath.runtime.process import METHODS
@@ -141,9 +142,16 @@ class MultiConfig(CommonConfig):
             raise TypeError("Give either policy or policy_factory, not both.")
         if self.weight_updater is not None and self.weight_sync_schemes is not None:
             raise TypeError("Give either weight_updater or weight_sync_schemes; neither has an effect here.")
+        if isinstance(self.replay_buffer, RayReplayBuffer) and not self.extend_buffer:
+            raise TypeError("extend_buffer=False writes after every step, but a RayReplayBuffer gets whole batches.")
         for name in self.without_effect:
             if getattr(self, name) is not None:
                 warnings.warn(f"{name}={getattr(self, name)!r} has no effect here.", stacklevel=7)
+
+    @property
+    def workers_write(self) -> bool:
+        """Unless the buffer is an actor of Ray, to which this process alone has a way."""
+        return super().workers_write and not isinstance(self.replay_buffer, RayReplayBuffer)
 
     @property
     def publish_interval(self) -> int | None:

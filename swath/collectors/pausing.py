@@ -21,6 +21,8 @@ def must_not_hold(buffer: Any) -> None:
 class Pause(AbstractContextManager[None]):
     """A context in which a collector rests; one that nobody enters says so when it is let go."""
 
+    _was_entered = True  # one that was interrupted while it was made has nothing to say
+
     def __init__(self, rest: Callable[[], AbstractContextManager[None]]) -> None:
         """Rest in the context that `rest` gives."""
         self._rest = rest

@@ -12,6 +12,7 @@ from swath.collectors.config import CommonConfig
 from swath.collectors.delivery import Delivery, Part
 from swath.collectors.worker import EngineTask, LocalTask
 from swath.data import ReplayBuffer
+from swath.data.ray_buffer import OwnBuffer
 from swath.data.write_notes import WriteNotes
 from swath.envs.registry import Registered
 from swath.rollout.engine import Engine
@@ -95,14 +96,14 @@ class Roster:
 
     def _new_number(self) -> int:
         """What tells a worker's trajectories from those of others: no other worker has or had it."""
-        if isinstance(self.config.replay_buffer, ReplayBuffer):
+        if isinstance(self.config.replay_buffer, OwnBuffer):
             return self.config.replay_buffer.enrol()
         self.next_number += 1
         return self.next_number - 1
 
     def renumbered(self, used: int) -> dict[int, int]:
         """New numbers for all workers, so that no trajectory gets an id that was `used` in another run."""
-        if self._engine is not None or isinstance(self.config.replay_buffer, ReplayBuffer):
+        if self._engine is not None or isinstance(self.config.replay_buffer, OwnBuffer):
             return {}  # an engine goes on counting; a buffer has given each of us a number of its own
         self.next_number = max(self.next_number, used)
         now = self._now()

@@ -24,14 +24,15 @@ from torch.utils.data import IterableDataset
 
 from swath.collectors.config import CommonConfig, Transform
 from swath.collectors.control import Control
-from swath.collectors.delivery import FirstCome, Part
+from swath.collectors.delivery import Part
+from swath.collectors.first_come import FirstCome
 from swath.collectors.free_running import FreeRunning
 from swath.collectors.joining import each_part
 from swath.collectors.pausing import Pause
 from swath.collectors.progress import Progress
 from swath.collectors.reflection import argument
 from swath.collectors.worker import Call, EngineJob
-from swath.data import ReplayBuffer
+from swath.data.ray_buffer import OwnBuffer
 from swath.errors import ClosedError, EndlessError
 from swath.rollout.slots import named_batch
 from swath.runtime.columns import Columns
@@ -298,7 +299,7 @@ class BaseCollector(Control, IterableDataset[Any]):
         else:
             self._free = FreeRunning(free, repr(self), sink.finish, notice, sink.take)
             sink.stopping = self._free.is_wanted
-        if isinstance(self.config.replay_buffer, ReplayBuffer):
+        if isinstance(self.config.replay_buffer, OwnBuffer):
             self.config.replay_buffer.attach(self)
         self._weights.free = self._free
         self._free.start()
@@ -388,7 +389,7 @@ class BaseCollector(Control, IterableDataset[Any]):
                     raise
             free = self._free
             if free is not None and not free.is_here:
-                if isinstance(self.config.replay_buffer, ReplayBuffer):
+                if isinstance(self.config.replay_buffer, OwnBuffer):
                     self.config.replay_buffer.detach(self)
                 if self._is_reported:
                     free.mark_reported()

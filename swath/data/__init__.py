@@ -3,6 +3,7 @@
 from swath.data.file_storage import LazyMemmapStorage
 from swath.data.pacing import RateLimiter
 from swath.data.prioritized import PrioritizedSampler
+from swath.data.ray_buffer import RayReplayBuffer
 from swath.data.replay_buffer import ReplayBuffer
 from swath.data.samplers import RandomSampler, Sampler, SamplerWithoutReplacement
 from swath.data.slices import SliceSampler, SliceSamplerWithoutReplacement
@@ -14,9 +15,10 @@ from swath.data.tensordict_buffers import (
     TensorDictReplayBuffer,
 )
 from swath.data.writers import RoundRobinWriter, TensorDictRoundRobinWriter, Writer
-from swath.errors import CheckpointError, NothingToSampleError, RateLimitError
+from swath.errors import BufferGoneError, CheckpointError, NothingToSampleError, RateLimitError
 
 __all__ = [
+    "BufferGoneError",
     "CheckpointError",
     "LazyMemmapStorage",
     "LazyTensorStorage",
@@ -27,6 +29,7 @@ __all__ = [
     "RandomSampler",
     "RateLimitError",
     "RateLimiter",
+    "RayReplayBuffer",
     "ReplayBuffer",
     "RoundRobinWriter",
     "Sampler",

@@ -65,12 +65,15 @@ class Drawer:
         self._undelivered: list[Draw] = []
         """What was drawn ahead and not yet delivered."""
 
-    def draw(self, size: int, is_ahead: bool = False) -> tuple[Draw, Any]:
-        """Draw and copy; while the buffer is being filled, wait until it can be done."""
+    def draw(self, size: int, is_ahead: bool = False, stopping: Callable[[], bool] | None = None) -> tuple[Draw, Any]:
+        """Draw and copy; while the buffer is being filled, wait until it can be done.
+
+        `stopping` is asked while waiting for the rate limiter; if it says so, frames are drawn at once.
+        """
         ledger, pace, quiet, warned = self._storage.ledger, self.pace, -1, False
         begun: tuple[float, int] | None = None
         while True:
-            pace.await_sample(size)
+            pace.await_sample(size, stopping)
             try:
                 with self.lock:
                     draw, data = self._draw_whole(size)

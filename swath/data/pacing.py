@@ -11,6 +11,7 @@ from typing import Protocol
 
 from swath.data.storages import Storage
 from swath.errors import RateLimitError
+from swath.runtime.interrupts import undisturbed
 
 LOOK_AGAIN_S = 0.05
 """How long a wait goes on before the other side's health is looked at again."""
@@ -144,7 +145,7 @@ class Pace:
     def notify(self) -> None:
         """Wake the threads of this process that wait: something has changed."""
         if self._listeners:
-            with self._news:
+            with undisturbed, self._news:  # an interrupt within would leave it locked
                 self._news.notify_all()
 
     def wait(self) -> None:
@@ -152,21 +153,25 @@ class Pace:
         if self._storage.is_shared:
             time.sleep(POLL_S)
             return
-        with self._news:
+        with undisturbed, self._news:
             self._listeners += 1
             self._news.wait(LOOK_AGAIN_S)
             self._listeners -= 1
 
-    def await_sample(self, size: int) -> None:
-        """Until `size` frames may be sampled; they are then counted as such."""
+    def is_over(self, stopping: Callable[[], bool] | None) -> bool:
+        """Whether one who samples has nobody to be in proportion to: nobody writes for him any more, or he says so."""
+        return self.feeders.have_ended() or (stopping is not None and stopping())
+
+    def await_sample(self, size: int, stopping: Callable[[], bool] | None) -> None:
+        """Until `size` frames may be sampled, or we are `stopping`; they are then counted as such."""
         limiter, begun = self._limiter, time.monotonic()
         if limiter is None:
             return
         while not self._reserve(limiter, size):
             self.feeders.raise_failure()
-            if self.is_closed or self.feeders.have_ended():
+            if self.is_closed or self.is_over(stopping):
                 self._storage.ledger.count_samples(size)
-                return  # nobody will write any more: there is nothing to be in proportion to
+                return
             if time.monotonic() - begun > limiter.timeout_s:
                 raise RateLimitError(self._late("sample()", limiter))
             self._storage.ledger.wanted = size  # so that writers do not wait as well

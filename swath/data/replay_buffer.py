@@ -188,31 +188,31 @@ class ReplayBuffer:
         While a collector fills the buffer in the background, this waits for the first frames, and raises any error of
         the collector. `include_info` is there for TorchRL, and changes nothing.
         """
-        sampled = self._next(batch_size)
+        sampled = self.take(batch_size)
         return (sampled.batch, sampled.info) if return_info else sampled.batch
 
-    def _next(self, batch_size: int | None = None) -> Sampled:
+    def take(self, batch_size: int | None = None, stopping: Callable[[], bool] | None = None) -> Sampled:
+        """As `sample`, with how the batch was drawn. `stopping` is as for `write`."""
         drawer = self._drawer
         drawer.pace.feeders.raise_failure()
-        size = self.batch_size if batch_size is None else positive("batch_size", batch_size)
-        if size is None:
+        if (size := self.batch_size if batch_size is None else positive("batch_size", batch_size)) is None:
             raise RuntimeError("How many frames? Give batch_size to the buffer, or to sample(batch_size).")
         if self._prefetcher is None or size != self.batch_size:
-            return self._sample(size)
+            return self._sample(size, stopping=stopping)
         drawer.pace.is_closed = False
         try:
-            sampled = self._prefetcher.take(size, drawer.pace.feeders.have_ended)
+            sampled = self._prefetcher.take(size, lambda: drawer.pace.is_over(stopping))
         except BaseException:
             drawer.put_back()
             raise
         if sampled is None:  # the thread that draws ahead waits, and we need not
             drawer.put_back()
-            return self._sample(size)
+            return self._sample(size, stopping=stopping)
         drawer.deliver(sampled.draw)
         return sampled
 
-    def _sample(self, size: int, is_ahead: bool = False) -> Sampled:
-        draw, data = self._drawer.draw(size, is_ahead)
+    def _sample(self, size: int, is_ahead: bool = False, stopping: Callable[[], bool] | None = None) -> Sampled:
+        draw, data = self._drawer.draw(size, is_ahead, stopping)
         index = self.storage.public_index(draw.index)
         info = {"index": index, **{name: as_tensor(value) for name, value in draw.info.items()}}
         batch = self._transforms(self._completed(data, info))
@@ -241,7 +241,7 @@ class ReplayBuffer:
         """Batches: one epoch of them without replacement, without end otherwise."""
         while True:
             try:
-                sampled = self._next()
+                sampled = self.take()
             except NothingToSampleError:
                 if not len(self):
                     raise

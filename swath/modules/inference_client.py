@@ -11,13 +11,15 @@ from tensordict.nn import InteractionType, TensorDictModuleBase
 from swath.keys import Key, as_key
 from swath.modules.exploration import acting_type
 from swath.modules.inference_doors import Door, RemoteDoor, Waiting
+from swath.modules.inference_far import FarDoor, FarEnd, FarRequest, Reach
 from swath.modules.inference_wire import PolicySignature, TravellingEnd
+from swath.runtime.entrance import way_back
 
 
 class InferenceFuture:
     """An answer that will come."""
 
-    def __init__(self, tensordict: TensorDictBase, waiting: Waiting) -> None:
+    def __init__(self, tensordict: TensorDictBase, waiting: Waiting | FarRequest) -> None:
         """Of the request that `tensordict` is."""
         self._tensordict, self._waiting = tensordict, waiting
         self._is_merged = False
@@ -53,9 +55,12 @@ class InferenceClient:
         out_keys: what the policy writes, if it says so.
     """
 
-    def __init__(self, door: Door, signature: PolicySignature) -> None:
-        """Ask through `door`."""
+    def __init__(
+        self, door: Door | FarDoor, signature: PolicySignature, reach: Reach | None = None, address: str | None = None
+    ) -> None:
+        """Ask through `door`. Copies on other machines come through `reach`; with an `address`, all copies do."""
         self._door, self._signature = door, signature
+        self._reach, self._address = reach, address
         self._keys = signature.in_keys
 
     @property
@@ -89,8 +94,12 @@ class InferenceClient:
         return InferenceFuture(tensordict, waiting)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel as the end of a new connection."""
-        return _unpickled, (self._door.travelling_end(), self._signature)
+        """Travel as the end of a new connection, or to another machine as what is needed to make one."""
+        address = self._address or way_back()
+        if not address or isinstance(self._door, FarDoor):
+            return _unpickled, (self._door.travelling_end(), self._signature)
+        self._reach = self._reach or Reach(self._door)
+        return _unpickled, (self._reach.end(address), self._signature)
 
     def __copy__(self) -> InferenceClient:
         """A client is only a way to the server."""
@@ -105,8 +114,8 @@ class InferenceClient:
         return f"InferenceClient(in_keys={self.in_keys}, out_keys={self.out_keys})"
 
 
-def _unpickled(end: TravellingEnd, signature: PolicySignature) -> InferenceClient:
-    return InferenceClient(RemoteDoor(end.end), signature)
+def _unpickled(end: TravellingEnd | FarEnd, signature: PolicySignature) -> InferenceClient:
+    return InferenceClient(FarDoor(end) if isinstance(end, FarEnd) else RemoteDoor(end.end), signature)
 
 
 class PolicyClientModule(TensorDictModuleBase):

@@ -12,6 +12,7 @@ from torch import nn
 from swath.errors import ClosedError, check_foreign_arguments
 from swath.keys import POLICY_VERSION, as_key
 from swath.modules.inference_client import InferenceClient
+from swath.modules.inference_far import Reach
 from swath.modules.inference_hosts import Change, Host, ProcessHost, ThreadHost
 from swath.modules.inference_settings import InferenceSettings
 from swath.runtime.columns import Columns, Leaf
@@ -114,6 +115,7 @@ class InferenceServer:
         )
         self._given = policy
         self._state = "new"
+        self._reach: Reach | None = None
         self._host: Host
         if backend == "thread":
             made = policy_factory() if policy_factory is not None else policy
@@ -142,6 +144,8 @@ class InferenceServer:
         """Stop, within `timeout` seconds. Whoever waits for an answer gets a ClosedError. May be called again."""
         if self._state == "started":
             self._host.stop(timeout)
+        if self._reach is not None:
+            self._reach.close()
         self._state = "shut down"
 
     def __enter__(self) -> InferenceServer:
@@ -159,9 +163,14 @@ class InferenceServer:
 
     # -- clients -----------------------------------------------------------------------------------------------
 
-    def client(self) -> InferenceClient:
-        """A client, for any thread and, pickled, for any process."""
-        return InferenceClient(self._host.door(), self._host.signature)
+    def client(self, address: str | None = None) -> InferenceClient:
+        """A client, for any thread and, pickled, for any process.
+
+        Collectors send it to other machines by themselves. To pickle it for another machine yourself, give an `address`
+        at which this one is reached from there: its copies connect to that, where this process listens then.
+        """
+        self._reach = self._reach or Reach(self._host.door())
+        return InferenceClient(self._host.door(), self._host.signature, self._reach, address)
 
     def clients(self, n: int) -> list[InferenceClient]:
         """So many clients."""

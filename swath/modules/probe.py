@@ -18,7 +18,7 @@ from swath.keys import IS_INIT, Key, after, as_key, as_path, nest
 from swath.modules.exploration import acting_type
 from swath.modules.parts import Watch, Writes, is_left_alone, overlap
 from swath.modules.stages import ask
-from swath.modules.traces import without_trace
+from swath.modules.without_trace import without_trace
 
 DTYPES = "(Where dtypes are at odds, gymnasium.wrappers.DtypeObservation or policy.double() help.)"
 

@@ -20,11 +20,15 @@ from torch import nn
 
 NAMESPACES = (torch, torch.nn, torch.nn.functional)
 BUILTINS = {"enumerate", "float", "int", "len", "list", "range", "reversed", "super", "tuple", "zip"}
-EFFECTS = (
-    *("STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_SUBSCR", "STORE_SLICE", "DELETE_", "IMPORT_", "YIELD_"),
-    *("RETURN_GENERATOR", "GET_A", "SETUP_", "BEFORE_", "LOAD_SPECIAL", "PUSH_EXC_INFO", "LOAD_BUILD_CLASS"),
+KNOWN_STEPS = (
+    *("LOAD_FAST", "LOAD_CONST", "LOAD_DEREF", "LOAD_CLOSURE", "LOAD_SMALL_INT", "LOAD_ASSERTION_ERROR"),
+    *("STORE_FAST", "STORE_DEREF", "BINARY_", "INPLACE_", "UNARY_", "COMPARE_OP", "IS_OP", "CONTAINS_OP", "TO_BOOL"),
+    *("BUILD_", "LIST_", "MAP_ADD", "SET_ADD", "SET_UPDATE", "DICT_", "UNPACK_", "GET_ITER", "GET_LEN", "FOR_ITER"),
+    *("END_FOR", "POP_", "JUMP_", "ROT_", "DUP_", "SWAP", "COPY", "PUSH_NULL", "PRECALL", "CALL", "KW_NAMES", "NOP"),
+    *("MAKE_", "SET_FUNCTION_ATTRIBUTE", "FORMAT_", "CONVERT_VALUE", "RESUME", "EXTENDED_ARG", "CACHE", "NOT_TAKEN"),
+    *("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"),
 )
-"""How instructions begin that change something, or run in another way than from top to bottom."""
+"""How instructions begin, of all versions of Python, that change nothing but local variables, from top to bottom."""
 
 
 def is_settled(module: nn.Module, leaves: Collection[type], functions: Collection[str]) -> bool:
@@ -77,7 +81,7 @@ class _Reader:
             return self._is_known_name(step.argval, function)
         if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
             return self._is_known_attribute(step.argval)
-        return not step.opname.startswith(EFFECTS)
+        return step.opname.startswith(KNOWN_STEPS)
 
     def _is_known_name(self, name: str, function: FunctionType) -> bool:
         found = function.__globals__.get(name, getattr(builtins, name, None))

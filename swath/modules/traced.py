@@ -33,7 +33,7 @@ from swath.modules.mlp import (
     flatten,
 )
 from swath.modules.settled import is_settled
-from swath.modules.traces import without_trace
+from swath.modules.without_trace import without_trace
 
 LEAVES = {nn.Linear, nn.LayerNorm, nn.Identity, nn.Dropout, nn.Sequential, nn.ModuleList, *ACTIVATIONS}
 """Modules of torch whose calls consist of functions that are known here."""

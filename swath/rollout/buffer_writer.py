@@ -11,7 +11,7 @@ import numpy as np
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from swath.data import ReplayBuffer
+from swath.data.ray_buffer import OwnBuffer
 from swath.data.tensor_storages import LastingEntries
 from swath.keys import MASK, Key, as_key
 from swath.rollout.slots import Slot
@@ -32,7 +32,7 @@ class BufferWriter:
         self._is_interrupted = False
         self._seams: np.ndarray | None = None
         """The last that were found without a mask."""
-        self._is_ours = isinstance(buffer, ReplayBuffer)
+        self._is_ours = isinstance(buffer, OwnBuffer)
         ndim = buffer.storage.ndim if self._is_ours else 1
         if ndim not in (1, len(self._lanes) + 1):
             raise ValueError(

@@ -18,8 +18,8 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from swath.data import ReplayBuffer
 from swath.data.episodes import Episodes
+from swath.data.ray_buffer import OwnBuffer
 from swath.entries import trainable
 from swath.envs import EnvBase, OwnPaceEnv, as_env
 from swath.errors import ClosedError, suggestion
@@ -435,6 +435,6 @@ def has_weights(model: Any) -> bool:
 
 def writer_number(replay_buffer: Any, worker: int | None) -> int:
     """What tells an engine's trajectories from those of others; a buffer has a number for each that writes to it."""
-    if worker is None and isinstance(replay_buffer, ReplayBuffer):
+    if worker is None and isinstance(replay_buffer, OwnBuffer):
         return replay_buffer.enrol()
     return worker or 0

@@ -82,7 +82,7 @@ class Pool(Generic[W]):
         """Of the last work that each worker was given."""
         self._size = workers
         self._owner = owner
-        self._doing, self._is_busy, self._heartbeat = doing, is_busy, pulse or carrier.heartbeat
+        self._doing, self._heartbeat, self._is_busy = doing, pulse or carrier.heartbeat, is_busy or (lambda _: False)
         self._restarted: dict[int, int] = {}
         self.replacements, self._clocks = Replacements(), WorkerClocks()
         self._dropped: set[int] = set()
@@ -94,6 +94,8 @@ class Pool(Generic[W]):
         self._outstanding: dict[int, deque[W]] = {index: deque() for index in range(workers)}
         self._asked: dict[int, tuple[int, Question]] = {}
         self._answers: dict[int, Answer] = {}
+        self.discarding: dict[int, int] = {}
+        """The last question to each worker that has discarded work, until it tells by its answer what it did of it."""
         self._numbers = itertools.count(1)
         self._stalled: set[int] = set()
         self._killed: dict[int, str] = {}
@@ -157,6 +159,7 @@ class Pool(Generic[W]):
             self._dropped.add(index)
             for number in [number for number, asked in list(self._asked.items()) if asked[0] == index]:
                 self._asked.pop(number, None)
+            self.discarding.pop(index, None)
             self._forget_work(index)
 
     def _forget_work(self, index: int, on_purpose: bool = False) -> None:
@@ -182,6 +185,7 @@ class Pool(Generic[W]):
         self._clocks.start(index)
         self._stalled.discard(index)
         self._killed.pop(index, None)
+        self.discarding.pop(index, None)
         self._starter = threading.get_ident()
         try:
             self.carrier.start(index, self._owner.task(index, replaces))
@@ -246,6 +250,7 @@ class Pool(Generic[W]):
                     question = Question(next(self._numbers), requests[index], discards_work, threading.get_ident())
                     if discards_work:
                         self._forget_work(index, on_purpose=True)
+                        self.discarding[index] = question.number
                     asked[question.number] = index
                     self._asked[question.number] = (index, question)
                     self._clocks.expect(index)
@@ -306,6 +311,8 @@ class Pool(Generic[W]):
                 case Finished():
                     self.finish(index, news.ticket, news.receipt)
                 case Answer():
+                    if self.discarding.get(index) == news.number:
+                        del self.discarding[index]
                     if self._asked.pop(news.number, None) is not None:
                         self._answers[news.number] = news
                 case Started():
@@ -356,8 +363,7 @@ class Pool(Generic[W]):
         asked = {index for index, _ in list(self._asked.values())}
         for index in [index for index in self.indices if index not in self.replacements]:
             is_ready = index in self.started
-            is_busy = bool(self._outstanding[index]) or index in asked or not is_ready
-            is_busy = is_busy or (self._is_busy is not None and self._is_busy(index))
+            is_busy = bool(self._outstanding[index]) or index in asked or not is_ready or self._is_busy(index)
             still_s = clocks.still_s(index, self._heartbeat(index), is_busy)
             if not still_s:
                 self._stalled.discard(index)

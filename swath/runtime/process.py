@@ -36,7 +36,7 @@ from swath.runtime import server as server_module
 from swath.runtime.channel import Channel, pack
 from swath.runtime.child import Surroundings, Target, leave_behind, run
 from swath.runtime.descriptors import Descriptor
-from swath.runtime.interrupts import Section
+from swath.runtime.interrupts import Section, undisturbed
 from swath.runtime.liveness import state_of, watch
 
 METHODS = ("forkserver", "spawn", "fork")
@@ -333,7 +333,17 @@ def _forget_in_child() -> None:
     _starting.release()
 
 
-os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_forget_in_child)
+def _before_fork() -> None:
+    undisturbed.__enter__()  # a handler that came in between would wait for a thread that waits for us
+    _starting.acquire()
+
+
+def _after_fork() -> None:
+    _starting.release()
+    undisturbed.__exit__()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_forget_in_child)
 
 
 @atexit.register

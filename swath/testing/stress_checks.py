@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import faulthandler
 import gc
@@ -136,3 +137,15 @@ def mapped_memory() -> int:
     """How much shared memory of ours this process has."""
     gc.collect()
     return Path("/proc/self/maps").read_text().count("memfd:swath")
+
+
+def forgive_lost_interrupts(counts: collections.Counter[str]) -> None:
+    """Only count them: Python loses a Ctrl-C that comes while it frees something, whatever anybody does."""
+
+    def hear(found: sys.UnraisableHookArgs) -> None:
+        if isinstance(found.exc_value, KeyboardInterrupt):
+            counts["lost interrupt"] += 1
+        else:
+            sys.__unraisablehook__(found)
+
+    sys.unraisablehook = hear

@@ -35,6 +35,7 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
 from swath.collectors import Collector, PolicyVersion
+from swath.collectors.pausing import Pause
 from swath.data import PrioritizedSampler, RateLimiter, SliceSampler
 from swath.errors import ClosedError, NotANumberWarning
 from swath.keys import MASK, TRAJ_IDS, TRUNCATED, after
@@ -327,6 +328,13 @@ def test_pause_without_with_says_so(run: Make) -> None:
         with resting:
             pass
         del resting
+
+
+def test_a_pause_that_is_interrupted_before_it_begins_says_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        begun = Pause.__new__(Pause)
+        begun.__del__()
 
 
 @over(FREE)

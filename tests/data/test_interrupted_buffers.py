@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
 from collections.abc import Callable
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 from buffer_tools import WAIT_S, check, frames
-from interrupting import at_every_instruction
+from interrupting import LOCKS, at_every_instruction
 
-from swath.data import LazyTensorStorage, ReplayBuffer
+from swath.data import LazyTensorStorage, RateLimiter, ReplayBuffer
+from swath.errors import RateLimitError
 
 DEEDS: dict[str, tuple[Callable[[ReplayBuffer], Any], int]] = {
     "extend": (lambda buffer: buffer.extend(frames(range(6))), 1),
@@ -46,3 +48,20 @@ def test_no_lock_stays_held(deed: str, shared: bool) -> None:
         assert jobs.pop() == "done"
 
     assert at_every_instruction(lambda: do(buffer), others_can_use_it, step) > 5
+
+
+def test_an_interrupted_wait_for_frames_keeps_nobody_from_writing() -> None:
+    limiter = RateLimiter(samples_per_insert=1, min_size_to_sample=10_000, timeout_s=0.15)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(16), rate_limiter=limiter)
+
+    def wait() -> None:
+        with contextlib.suppress(RateLimitError):
+            buffer.sample(8)
+
+    def others_can_write() -> None:
+        thread = threading.Thread(target=buffer.extend, args=(frames(range(4)),), daemon=True)
+        thread.start()
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+    assert at_every_instruction(wait, others_can_write, 1, LOCKS) > 5

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from children import until
 
-from swath.collectors.distributed import meeting as module
 from swath.collectors.distributed.meeting import REFUSED, WELCOME, Invitation, Meeting
 from swath.errors import ClosedError
+from swath.runtime import entrance
 from swath.runtime.channel import Channel
 
 SECRET = b"of this run"
@@ -112,10 +112,10 @@ def test_strangers_are_refused_and_do_not_disturb(meeting: Meeting, tmp_path: Pa
 
 
 def test_a_crowd_of_silent_strangers_is_sent_away(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHECK_S", 0.3)
+    monkeypatch.setattr(entrance, "CHECK_S", 0.3)
     node = Came()
     invitation = meeting.expect(0, node)
-    crowd = [socket.create_connection((invitation.address, invitation.port)) for _ in range(module.STRANGERS + 10)]
+    crowd = [socket.create_connection((invitation.address, invitation.port)) for _ in range(entrance.STRANGERS + 10)]
     assert arrive(invitation)[1] == WELCOME
     for stranger in crowd:
         stranger.settimeout(SOON_S)

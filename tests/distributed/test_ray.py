@@ -22,7 +22,8 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from swath.collectors.distributed import RayCollector
-from swath.errors import StallWarning, WorkerDiedError, WorkerRestartedWarning
+from swath.errors import ClosedError, StallWarning, WorkerDiedError, WorkerRestartedWarning
+from swath.modules import InferenceServer
 from swath.testing import CountingEnv, assert_follows, assert_frames_belong
 
 ray = pytest.importorskip("ray", reason=why_no_ray())
@@ -113,6 +114,28 @@ def test_weights_are_put_once_for_all_nodes(make: Make, monkeypatch: pytest.Monk
     assert len(puts) <= 4, "the first weights, and three updates"
     assert min(puts) >= 200_000
     assert collector.policy_version == 3
+
+
+def test_an_inference_server_acts_for_nodes_on_all_machines(make: Make, driver: RayCluster) -> None:
+    driver.complete()
+    policy = TensorDictModule(Constant(), ["observation"], ["action"])
+    with InferenceServer(policy) as server:
+        wants = [{"resources": node.resources} for node in driver.nodes]
+        options: dict[str, Any] = {"sync": True, "remote_configs": wants, "on_worker_failure": "drop"}
+        collector = make(2, policy=server.client(), **options)
+        assert (collector.next()["action"][..., 1] == 0).all()
+        server.update_policy_weights_({"module.value": torch.ones(50_000)})
+        until(lambda: bool((collector.next()["action"][..., 1] == 1).all()))
+        os.kill(collector.worker_pids[1], signal.SIGKILL)
+        with pytest.warns(WorkerRestartedWarning, match="is dropped"):
+            until(lambda: collector.next().shape == (1, 10))
+        before = server.stats()["requests"]
+        assert (collector.next()["action"][..., 1] == 1).all()
+        assert server.stats()["requests"] > before
+        server.shutdown()
+        with pytest.raises(ClosedError, match="InferenceServer was shut down") as caught:
+            list(collector)
+        assert "worker 0" in "".join(caught.value.__notes__)
 
 
 # -- nodes that come and go ------------------------------------------------------------------------------------------

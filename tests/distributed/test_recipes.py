@@ -37,7 +37,7 @@ def test_slurm(slurm: Slurm, recipe: str, tmp_path: Path) -> None:
     assert run(local, tmp_path) == "1000"
 
 
-@pytest.mark.parametrize("recipe", recipes("ray"), ids=["cluster"])
+@pytest.mark.parametrize("recipe", recipes("ray"), ids=["cluster", "buffer"])
 def test_ray(ray_cluster: RayCluster, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
     assert run(recipe, tmp_path) == "1000"

@@ -10,6 +10,7 @@ import platform
 import resource
 import struct
 import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -19,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from children import child, hear, is_gone, until
+from children import child, hear, importing_env, is_gone, until
 
 from swath.runtime import MemoryBlock
 from swath.runtime.channel import Channel
@@ -40,6 +41,40 @@ def end_of(process: Process) -> int | None:
 
 
 # -- forks -------------------------------------------------------------------------------------------------------------
+
+
+SIGNAL_WITHIN_A_FORK = """
+import os, signal, threading, time
+
+is_forking = False
+os.register_at_fork(after_in_parent=lambda: is_forking and os.kill(os.getpid(), signal.SIGUSR1))  # before ours
+
+from swath.runtime.process import start
+
+def work(channel):
+    time.sleep(3600)
+
+def handle(*_):
+    thread = threading.Thread(target=lambda: print(start(work, "spawn").pid > 0), daemon=True)
+    thread.start()
+    thread.join(20.0)
+    print("handled", flush=True)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, handle)
+    is_forking = True
+    if not os.fork():
+        os._exit(0)
+    is_forking = False
+"""
+
+
+def test_a_signal_handler_within_a_fork_waits_for_no_thread_that_waits_for_it(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(SIGNAL_WITHIN_A_FORK)
+    command = [sys.executable, str(program)]
+    done = subprocess.run(command, env=importing_env(), capture_output=True, text=True, timeout=50, check=True)
+    assert done.stdout.split() == ["True", "handled"], done
 
 
 def test_a_fork_while_another_thread_starts_the_first_worker() -> None:

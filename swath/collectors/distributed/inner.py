@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swath.collectors.delivery import FirstCome
 from swath.collectors.distributed.streams import Stream
+from swath.collectors.first_come import FirstCome
 from swath.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from swath.collectors.multi_config import MultiConfig
 from swath.collectors.worker import FIELDS, BatchLayout, Call, Collect, EngineJob, EngineTask

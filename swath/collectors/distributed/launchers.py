@@ -206,4 +206,4 @@ def launcher(config: DistributedConfig, kind: WireKind) -> Launch:
         meeting.close()
         finish()
 
-    return Launch(launch, close)
+    return Launch(launch, meeting.address, close)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -15,6 +13,7 @@ from swath.collectors.distributed.classes import RemoteCollector
 from swath.collectors.distributed.remote_config import RemoteConfig
 from swath.collectors.distributed.wire import Launch
 from swath.collectors.kinds import check_kind, check_least
+from swath.runtime.ray_joining import connect, imported_ray
 
 MOST_JOINING = 1000
 """So many nodes may be added to a collector."""
@@ -121,7 +120,7 @@ class RayCollector(RemoteCollector):
         warns = not swath.filter_warnings_subprocess
         self._launch = RayLaunch(config.start_timeout_s, config.num_sub_threads, warns)
         self._launch.wants = [config.wants(index) for index in range(config.workers)]
-        return Launch(self._launch)
+        return Launch(self._launch, imported_ray().util.get_node_ip_address())
 
     # -- nodes -------------------------------------------------------------------------------------------------
 
@@ -205,39 +204,6 @@ class RayCollector(RemoteCollector):
         finally:
             if shutdown_ray:
                 self.shutdown(raise_on_error=False, shutdown_ray=True)
-
-
-def imported_ray() -> Any:
-    """Ray; an error that says how to get it, if it is not there."""
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise ImportError('RayCollector needs Ray: pip install "swath[ray]".') from error
-
-
-def connect(options: Mapping[str, Any]) -> None:
-    """Be connected to the cluster that is asked for, or to a new one on this machine."""
-    ray = imported_ray()
-    if not ray.is_initialized():
-        _init(ray, options)
-    if ray.util.client.ray.is_connected():
-        raise ValueError(
-            "RayCollector cannot work through a Ray client (ray://...): run the program on a machine of the cluster, "
-            "as `ray job submit` does."
-        )
-
-
-def _init(ray: Any, options: Mapping[str, Any]) -> Any:
-    given = {name: value for name, value in options.items() if value is not None}
-    if given.get("address", os.environ.get("RAY_ADDRESS", "local")) != "local":
-        return ray.init(**given)
-    # Ray would listen on all devices of this machine, if it did not hold that it is none for clusters, as a Mac.
-    constants: Any = importlib.import_module("ray._private.ray_constants")
-    before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
-    try:
-        return ray.init(**{"include_dashboard": False, **given, "address": "local"})
-    finally:
-        constants.ENABLE_RAY_CLUSTER = before
 
 
 def _shut_down(collector: weakref.ref[RayCollector]) -> None:

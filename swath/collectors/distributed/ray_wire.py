@@ -16,16 +16,14 @@ Ray restarts no actor by itself, as the pool does that: a new actor is placed on
 
 from __future__ import annotations
 
-import inspect
 import os
 import queue
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import ray
@@ -34,14 +32,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from swath.collectors.distributed.node import serve
 from swath.collectors.distributed.wire import PULSE_S, pack_parcel
-from swath.errors import ChannelClosedError, StallWarning
+from swath.errors import ChannelClosedError
 from swath.runtime.child import settle
 from swath.runtime.liveness import state_of
+from swath.runtime.ray_calls import FAILURES, LOOK_S, Spot, check_ray, first_answer, get, kill, put, said_of, wait
 
-# Without what starts Ray where it is not initialized: once it was shut down, that is an error.
-get, kill, put, wait = map(inspect.unwrap, (ray.get, ray.kill, ray.put, ray.wait))
-FAILURES = (Exception, SystemExit)
-"""What calls of Ray raise: in a thread that waits, SystemExit when Ray is shut down."""
 GROUPS = {"in": 1, "out": 1}
 """The threads of an actor beside that of its node."""
 INTO, OUT = {"concurrency_group": "in"}, {"concurrency_group": "out", "num_returns": "streaming"}
@@ -49,10 +44,6 @@ SMALL = 64 * 1024
 """Up to so many bytes a body goes along with its parcel, which is faster than by way of the object store."""
 COME = 0.9
 """The part of `start_timeout_s` within which an actor must be there: so the error tells that it was this."""
-LOOK_S = 1.0
-"""How often one who waits looks whether Ray was shut down: a wait that has begun does not end by it."""
-ROOM_S = 10.0
-"""After how many seconds users are told what an actor waits for."""
 
 
 class BodyWire:
@@ -67,12 +58,6 @@ class BodyWire:
         assert self._body is not None
         np.copyto(space.numpy(), self._body)
         self._body = None  # its memory in the object store is free again
-
-
-def check_ray() -> None:
-    """Raise if Ray was shut down: otherwise a call would start another one."""
-    if not ray.is_initialized():
-        raise ChannelClosedError("Ray was shut down.")
 
 
 # -- in the actor ----------------------------------------------------------------------------------------------------
@@ -117,15 +102,6 @@ class ActorWire(BodyWire):
         self._outgoing.put(None)
 
 
-class Spot(NamedTuple):
-    """Where an actor runs."""
-
-    address: str
-    node: str
-    actor: str
-    pid: int
-
-
 class ActorNode:
     """What becomes an actor; see NOTE [Ray]."""
 
@@ -136,8 +112,7 @@ class ActorNode:
 
     def arrive(self) -> Spot:
         """Where it runs."""
-        context = ray.get_runtime_context()
-        return Spot(ray.util.get_node_ip_address(), context.get_node_id(), context.get_actor_id(), os.getpid())
+        return Spot.here()
 
     def push(self, parcel: bytes, body: np.ndarray | None = None) -> None:
         """Take a parcel in."""
@@ -228,20 +203,10 @@ class RayNode:
         return f"{where}. Ray says: {self._last_words}" if self._last_words else where
 
     def connect(self) -> RayWire:
-        first_s = min(ROOM_S, self._limit_s / 2)
         try:
             arrival = self.actor.arrive.options(**INTO).remote()
-            if not wait([arrival], timeout=first_s)[0]:
-                if missing := missing_room(self._wants):
-                    warnings.warn(f"A node waits until Ray has room for it: {missing}.", StallWarning, stacklevel=2)
-                if not wait([arrival], timeout=self._limit_s - first_s)[0]:
-                    missing = missing_room(self._wants) or "no machine that has room, or its process takes long"
-                    raise TimeoutError(
-                        f"Ray has not started an actor within {self._limit_s:.0f} s: {missing}. Add machines to the "
-                        "cluster, ask for less by remote_configs=, or wait longer by start_timeout_s=."
-                    )
-            self._spot = get(arrival)
-            self._is_here = self._spot.node == ray.get_runtime_context().get_node_id()
+            spot = self._spot = first_answer(arrival, self._wants, self._limit_s, "node", "remote_configs")
+            self._is_here = spot.node == ray.get_runtime_context().get_node_id()
             return RayWire(self, self._bodies)
         except TimeoutError:
             raise
@@ -294,26 +259,3 @@ class RayLaunch:
         actor = self._actors.options(**wants).remote()
         self.nodes[index] = RayNode(actor, actor.run.remote(*self._run), self._bodies, wants, self._start_s)
         return self.nodes[index]
-
-
-def missing_room(wants: Mapping[str, Any]) -> str:
-    """What of `wants` the cluster has not at the moment, in words."""
-    asked = {"CPU": wants.get("num_cpus"), "GPU": wants.get("num_gpus"), "memory": wants.get("memory")}
-    asked.update(wants.get("resources") or {})
-    free, machines = ray.available_resources(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    missing = []
-    for name, amount in asked.items():
-        most = max((machine.get(name, 0.0) for machine in machines), default=0.0)
-        if amount and amount > most:
-            missing.append(f"it asks for {amount:g} {name}, but no machine has more than {most:g}")
-        elif amount and amount > free.get(name, 0.0):
-            missing.append(f"it asks for {amount:g} {name}, but only {free.get(name, 0.0):g} are free")
-    return " and ".join(missing)
-
-
-def said_of(error: BaseException) -> str:
-    """What Ray says of an actor's end, without what is known anyway."""
-    text = str(error).strip()
-    _, is_known, reason = text.partition("The actor is dead because ")
-    text = reason if is_known else text.rpartition("\n")[2]
-    return " ".join(text.partition("Some common causes")[0].split()).rstrip(".")

@@ -128,7 +128,8 @@ class RemoteCarrier:
             self._end([former], 0.0)
         self._board.clear(index)
         begin = Begin(task, self._fields, self._timeout_s)
-        self._connections[index] = NodeConnection(self._launch.start(index), begin, self._board, index, self._came)
+        node, address = self._launch.start(index), self._launch.address
+        self._connections[index] = NodeConnection(node, address, begin, self._board, index, self._came)
         self.workers = sorted({*self.workers, index})
 
     def stop(self, index: int, timeout_s: float = 0.0) -> None:
@@ -211,8 +212,9 @@ class RemoteCarrier:
 class NodeConnection:
     """A node as its carrier sees it: one thread sends to it, one receives from it."""
 
-    def __init__(self, node: Node, begin: Begin, board: Board, index: int, came: Event) -> None:
+    def __init__(self, node: Node, address: str, begin: Begin, board: Board, index: int, came: Event) -> None:
         self.node, self.is_over = node, threading.Event()
+        self._address = address
         self.news: deque[News] = deque()
         self._board, self._index, self._came = board, index, came
         self._wire: Wire | None = None
@@ -246,7 +248,7 @@ class NodeConnection:
 
     def put(self, parcel: Parcel) -> None:
         """Send a parcel, later. What cannot be sent is an error here and now."""
-        self._outbox.put(pack_parcel(parcel))
+        self._outbox.put(pack_parcel(parcel, self._address))
 
     def post(self, message: Message) -> None:
         """Send a message. Only what the layout of the place is goes with an order."""

@@ -43,7 +43,7 @@ class RemoteConfig(MultiConfig):
     @property
     def workers_write(self) -> bool:
         """Never: the buffer is the trainer's, which writes what nodes have sent."""
-        return self.debug and self.replay_buffer is not None
+        return self.debug and super().workers_write
 
     def task_of(self, task: EngineTask) -> Task:
         """What a node is started for."""

@@ -27,6 +27,7 @@ from swath.keys import Key
 from swath.runtime.carrier import Message, News, Order, Task, Topic
 from swath.runtime.channel import Channel
 from swath.runtime.columns import Leaf
+from swath.runtime.entrance import leaving_from
 from swath.runtime.pickling import unpicklable
 from swath.runtime.snapshots import SnapshotContents
 
@@ -105,11 +106,12 @@ class Pulse:
 Parcel: TypeAlias = Begin | Post | Interrupt | Weights | Sent | Pulse | News
 
 
-def pack_parcel(parcel: Parcel) -> bytes:
-    """A parcel as bytes; by value if it may hold what the other side cannot import."""
+def pack_parcel(parcel: Parcel, address: str = "") -> bytes:
+    """A parcel as bytes; by value if it may hold what the other side cannot import, or has to find us at `address`."""
     if isinstance(parcel, Begin) or (isinstance(parcel, Post) and not isinstance(parcel.message, Order)):
         try:
-            return bytes(cloudpickle.dumps(parcel))
+            with leaving_from(address):
+                return bytes(cloudpickle.dumps(parcel))
         except Exception as error:
             raise unpicklable(parcel, error) from error
     return pickle.dumps(parcel, pickle.HIGHEST_PROTOCOL)
@@ -169,6 +171,8 @@ class Launch:
 
     start: Callable[[int], Node]
     """Starts the node of an index, in the place of a former one."""
+    address: str = "127.0.0.1"
+    """Where nodes reach this process."""
     close: Callable[[], None] = lambda: None
     """No more will be started; all that were have ended. May be called again."""
 

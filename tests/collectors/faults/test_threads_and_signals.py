@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -19,7 +20,7 @@ import pytest
 import torch
 from common import STEP, WAIT_S, buffer, net, steps_of, until
 from fault_tools import LONG, within
-from interrupting import Tick, at_every_instruction, at_instruction, handled, raise_tick
+from interrupting import LOCKS, Tick, at_every_instruction, at_instruction, handled, raise_tick
 from kinds import ALL, AS_READY, ASYNC, FREE, HERE, SINGLE, SPREAD, STARTED, SYNC, SYNC_HERE, Kind, Make, over
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -114,6 +115,28 @@ def test_new_seeds_of_threads_leave_no_hole(kind: Kind, make: Make, monkeypatch:
     assert whole(batches) > 2
 
 
+@over((SYNC_HERE, SYNC))
+def test_a_batch_whose_parts_are_just_given_up_is_made_again(
+    kind: Kind, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that gives up finished parts takes its time between one and what it notes of it."""
+    collector = make(steps=3, **ENDLESS)
+    main, take, shape = threading.get_ident(), collector._pool.take, collector.next().shape
+
+    def take_slowly(work: Any) -> bool:
+        is_taken = take(work)
+        if threading.get_ident() != main:
+            time.sleep(0.05)
+        return is_taken
+
+    monkeypatch.setattr(collector._pool, "take", take_slowly)
+    with ThreadPoolExecutor(1) as pool:
+        seeding = pool.submit(lambda: [collector.set_seed(3) for _ in range(20)])
+        while not seeding.done():
+            assert collector.next().shape == shape
+        seeding.result()
+
+
 @over(HERE)
 def test_whole_episodes_may_be_given_up_and_saved_by_threads(kind: Kind, make: Make) -> None:
     collector = make(trajs_per_batch=1, traj_format="cat", lanes=30 if kind is AS_READY else 3, **ENDLESS)
@@ -156,6 +179,26 @@ def test_a_new_seed_for_the_last_frames_ends_the_loop(kind: Kind, make: Make, mo
     with within(WAIT_S):
         list(collector)
     assert len(collector.replay_buffer) == collector.stats()["frames"] >= collector.config.total_frames
+
+
+@over(SPREAD)
+def test_what_is_written_after_a_new_seed_is_not_ordered_again(kind: Kind, make: Make) -> None:
+    """Its worker tells of it with the answer: until then nobody knows how much is left to collect."""
+
+    class Slow(CountingEnv):
+        def step_into(self, action: Any, out: Any) -> bool:
+            time.sleep(0.01)
+            return super().step_into(action, out)
+
+    collector = make(lambda: Slow(()), replay_buffer=buffer(), steps=5, batches=3)
+    with ThreadPoolExecutor(1) as pool, within(WAIT_S):
+        loop = pool.submit(list, collector)
+        while not loop.done():
+            with suppress(ClosedError):  # when all is collected
+                collector.set_seed(3)
+            wait([loop], timeout=0.015)
+        loop.result()
+    assert len(collector.replay_buffer) == collector.stats()["frames"] == collector.config.total_frames
 
 
 @over(SPREAD)
@@ -279,11 +322,14 @@ def test_a_signal_handler_may_call_it_at_any_moment(kind: Kind, make: Make) -> N
 
     next(stream)
     with handled(handler):
-        for number in range(1, 100_000 if LONG else 1000, 1 if LONG else 31):
-            if not at_instruction(number, lambda: next(stream)):
+        number, most, each = 1, *((100_000, 1) if LONG else (1000, 31))
+        while number < most:
+            if at_instruction(number, lambda: next(stream)):
+                count, number = count + 1, number + each
+            elif count > len(CALLS):
                 break
-            count += 1
-    assert count > len(CALLS)
+            else:  # the batch was there already, so that there was little to do
+                number = 1
     next(stream)
 
 
@@ -486,6 +532,15 @@ def test_a_collector_that_is_done_is_just_empty(kind: Kind, make: Make) -> None:
 
 
 # -- resting -----------------------------------------------------------------------------------------------------------
+
+
+@over((SINGLE, STARTED))
+@pytest.mark.filterwarnings("ignore:.*a reset of it was interrupted")
+def test_an_interrupt_while_it_is_to_rest_keeps_nobody_from_it(kind: Kind, make: Make) -> None:
+    collector = make(replay_buffer=buffer(), **ENDLESS)
+    collector.start()
+    with ThreadPoolExecutor(1) as pool:
+        assert at_every_instruction(collector.reset, lambda: pool.submit(collector.reset).result(WAIT_S), 2, LOCKS) > 5
 
 
 @over((SINGLE, STARTED))
