@@ -8,6 +8,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType, TensorDictModuleBase
 
+from swath.entries import put
 from swath.keys import Key, as_key
 from swath.modules.exploration import acting_type
 from swath.modules.inference_doors import Door, RemoteDoor, Waiting
@@ -38,7 +39,8 @@ class InferenceFuture:
         After a TimeoutError it can be asked again.
         """
         if not self._is_merged:
-            self._waiting.write(self._tensordict, timeout)
+            for key, value in self._waiting.entries(timeout):
+                put(self._tensordict, key, value)
             self._is_merged = True
         return self._tensordict
 
@@ -82,10 +84,12 @@ class InferenceClient:
         """Write into `tensordict` what the policy writes; TimeoutError if that takes longer, and no answer then."""
         waiting = self._door.submit(tensordict, self._keys, acting_type(), False)
         try:
-            waiting.write(tensordict, timeout)
+            entries = waiting.entries(timeout)
         except BaseException:
             waiting.is_abandoned = True
             raise
+        for key, value in entries:
+            put(tensordict, key, value)
         return tensordict
 
     def submit(self, tensordict: TensorDictBase, interaction_type: InteractionType | None = None) -> InferenceFuture:

@@ -21,7 +21,6 @@ from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 from torch import Tensor
 
-from swath.entries import put
 from swath.errors import ChannelClosedError, ClosedError
 from swath.keys import Key
 from swath.modules.inference_connections import Connection, Request
@@ -51,6 +50,7 @@ from swath.runtime.channel import Channel
 from swath.runtime.columns import tensor_of
 from swath.runtime.faults import Failure
 
+Entries = list[tuple[Key, Tensor]]
 RAISED = "Raised by the policy of the InferenceServer."
 DIED = "The InferenceServer has ended without a word: its process was killed, or has crashed."
 
@@ -120,19 +120,20 @@ class LocalRequest(Request):
                 self.wake()  # which leaves the lock open for whoever asks again
         return self._outcome is not None
 
-    def write(self, tensordict: TensorDictBase, timeout_s: float | None) -> None:
-        """Wait, and write our rows into `tensordict`."""
+    def entries(self, timeout_s: float | None) -> Entries:
+        """Wait, and take our rows."""
         if not self.wait(timeout_s):
             raise TimeoutError(f"The InferenceServer has not answered within {timeout_s} s.")
         outputs, at, size, device = self._outcome, self._at, self.layout.batch_size, self._loop.settings.output_device
         assert outputs is not None
         if not isinstance(outputs, Outputs):
             raise _error(outputs)
-        stop = at + self.layout.rows
+        stop, entries = at + self.layout.rows, Entries()
         for (key, leaf), array in zip(outputs.leaves, outputs.arrays, strict=True):
             rows = array[at:stop].reshape(*size, *leaf.shape) if size else array[at, ...]
             value = tensor_of(rows, leaf.dtype)
-            put(tensordict, key, value if device is None else value.to(device))
+            entries.append((key, value if device is None else value.to(device)))
+        return entries
 
 
 def _error(failure: Failure | ClosedError) -> BaseException:
@@ -189,7 +190,7 @@ class AskedRequest:
         self.is_over = False
         self.failure: Failure | ClosedError | None = None
         self._connection = connection
-        self._entries: list[tuple[Key, Tensor]] = []
+        self._entries: Entries = []
 
     def take(self) -> None:
         """Copy the answer from the desk, which may be used for another request then."""
@@ -206,14 +207,13 @@ class AskedRequest:
         """Wait; whether it is over."""
         return self._connection.wait(self, timeout_s)
 
-    def write(self, tensordict: TensorDictBase, timeout_s: float | None) -> None:
-        """Wait for the answer, and write it into `tensordict`."""
+    def entries(self, timeout_s: float | None) -> Entries:
+        """Wait for the answer."""
         if not self.wait(timeout_s):
             raise TimeoutError(f"The InferenceServer has not answered within {timeout_s} s.")
         if self.failure is not None:
             raise _error(self.failure)
-        for key, value in self._entries:
-            put(tensordict, key, value)
+        return self._entries
 
 
 class RemoteConnection:
