@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 
 from swath.keys import Key, nest
 
@@ -53,6 +54,23 @@ _IS_KNOWN = {name: type(value) for name, value in vars(_new({}, batch_size=torch
     "_td_dim_names": type(None),
 }
 """Whether all that a TensorDict has is known here: then it can be put together without a call for each."""
+
+
+def peek(tensordict: TensorDictBase, key: Key) -> Any:
+    """What is stored under `key`, or None."""
+    if _IS_KNOWN and type(key) is str and type(tensordict) is TensorDict:
+        return tensordict.__dict__["_tensordict"].get(key)
+    return tensordict.get(key, None)
+
+
+def put(tensordict: TensorDictBase, key: Key, value: Tensor) -> None:
+    """Store `value`, which has the batch size."""
+    if _IS_KNOWN and type(key) is str and type(tensordict) is TensorDict and not tensordict.is_locked:
+        own = tensordict.__dict__
+        if own["_device"] is None or own["_device"] == value.device:
+            own["_tensordict"][key] = value
+            return
+    tensordict.set(key, value)
 
 
 class Mould:

@@ -21,6 +21,7 @@ from swath.envs.utils import ExplorationType, exploration_type, set_exploration_
 
 _of_all: Any = getattr(probabilistic, "_interaction_type", None)
 """Where tensordict keeps the type of the process."""
+_is_known = hasattr(_of_all, "_mode")
 _of_this_thread: ContextVar[ExplorationType | None] = ContextVar("swath_exploration", default=None)
 
 
@@ -39,7 +40,7 @@ class Exploring:
 
 def exploring(kind: ExplorationType) -> AbstractContextManager[Any]:
     """A context in which all policies of this process explore like `kind`."""
-    return Exploring(kind) if hasattr(_of_all, "_mode") else set_exploration_type(kind)
+    return Exploring(kind) if _is_known else set_exploration_type(kind)
 
 
 class ExploringHere:
@@ -60,7 +61,10 @@ class ExploringHere:
 
 def acting_type() -> ExplorationType | None:
     """The exploration type that counts here."""
-    return _of_this_thread.get() or exploration_type()
+    kind: ExplorationType | None = _of_this_thread.get()
+    if kind is None:
+        kind = _of_all._mode if _is_known else exploration_type()  # tensordict takes a lock to look at it
+    return kind
 
 
 def as_explored(call: Callable[..., Any]) -> Callable[..., Any]:

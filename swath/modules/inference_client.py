@@ -8,6 +8,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType, TensorDictModuleBase
 
+from swath.entries import put
 from swath.keys import Key, as_key
 from swath.modules.exploration import acting_type
 from swath.modules.inference_doors import Door, RemoteDoor, Waiting
@@ -39,7 +40,7 @@ class InferenceFuture:
         """
         if not self._is_merged:
             for key, value in self._waiting.entries(timeout):
-                self._tensordict.set(key, value)
+                put(self._tensordict, key, value)
             self._is_merged = True
         return self._tensordict
 
@@ -88,7 +89,7 @@ class InferenceClient:
             waiting.is_abandoned = True
             raise
         for key, value in entries:
-            tensordict.set(key, value)
+            put(tensordict, key, value)
         return tensordict
 
     def submit(self, tensordict: TensorDictBase, interaction_type: InteractionType | None = None) -> InferenceFuture:

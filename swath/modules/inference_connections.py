@@ -11,28 +11,28 @@ from time import perf_counter
 
 import numpy as np
 from tensordict.nn import InteractionType
+from torch import Tensor
 
 from swath.errors import ChannelClosedError, ClosedError
 from swath.modules.inference_forward import Leaves, Outputs, RequestLayout
 from swath.modules.inference_wire import KINDS, Desk, Opened, Refused
 from swath.runtime.channel import Channel
+from swath.runtime.columns import tensor_of
 from swath.runtime.faults import Failure
 from swath.runtime.liveness import watch
 
 
 class Request:
-    """Something to be answered."""
+    """Something to be answered. There are many of them: what is seldom set is an attribute of the class until then."""
 
-    __slots__ = ("arrays", "arrived", "is_abandoned", "kind", "layout", "missing", "rows")
-
-    def __init__(self, layout: RequestLayout, arrays: list[np.ndarray], kind: InteractionType | None) -> None:
-        """It arrives now."""
-        self.layout, self.rows, self.arrays, self.kind = layout, layout.rows, arrays, kind
-        self.arrived = perf_counter()
-        self.is_abandoned = False
-        """Whether nobody waits for the answer any more."""
-        self.missing = 0
-        """How many others were expected in its batch when it was last looked at."""
+    layout: RequestLayout
+    tensors: list[Tensor]
+    kind: InteractionType | None
+    arrived: float
+    is_abandoned = False
+    """Whether nobody waits for the answer any more."""
+    missing = 0
+    """How many others were expected in its batch when it was last looked at."""
 
     def answer(self, outputs: Outputs, at: int, follower: Request | None) -> Request | None:
         """The answer are the rows from `at` on. Returns what is to be woken; that wakes the `follower` then."""
@@ -60,14 +60,17 @@ class Request:
 class RemoteRequest(Request):
     """One that has come through a connection."""
 
-    __slots__ = ("_connection", "_desk", "_number")
-
     def __init__(
         self, connection: Connection, number: int, layout: RequestLayout, kind: int, source: Desk | list[np.ndarray]
     ) -> None:
-        """It lies on a desk, or came as arrays."""
-        arrays = source.inputs if isinstance(source, Desk) else source
-        super().__init__(layout, arrays, KINDS[kind])
+        """It lies on a desk, or came as arrays. It arrives now."""
+        self.layout, self.kind, self.arrived = layout, KINDS[kind], perf_counter()
+        if isinstance(source, Desk):
+            self.tensors = source.tensors
+        else:
+            self.tensors = [
+                tensor_of(array, leaf.dtype) for array, (_, leaf) in zip(source, layout.leaves, strict=True)
+            ]
         self._connection, self._number = connection, number
         self._desk = source if isinstance(source, Desk) else None
 
@@ -78,7 +81,7 @@ class RemoteRequest(Request):
         desk, is_new = self._desk, False
         if desk is None or (desk.written is not outputs.leaves and desk.written != outputs.leaves):
             desk, is_new = self._connection.open(self.layout, outputs.leaves, desk), True
-        stop = at + self.rows
+        stop = at + self.layout.rows
         for target, array in zip(desk.answers, outputs.arrays, strict=True):
             target[...] = array[at:stop].reshape(target.shape)
         self._connection.send(Opened(self._number, desk) if is_new else self._number)

@@ -8,18 +8,15 @@ a thread that gives up waiting: whoever sets the flag or the lock last sees what
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import math
 import os
 import socket
 import threading
 from _thread import allocate_lock
 from collections.abc import Callable, Sequence
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 
-import numpy as np
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 from torch import Tensor
@@ -27,7 +24,15 @@ from torch import Tensor
 from swath.errors import ChannelClosedError, ClosedError
 from swath.keys import Key
 from swath.modules.inference_connections import Connection, Request
-from swath.modules.inference_forward import Outputs, RequestLayout, arrays_of, entries_of, layout_of, look_of
+from swath.modules.inference_forward import (
+    Outputs,
+    RequestLayout,
+    arrays_of,
+    entries_of,
+    layout_of,
+    look_of,
+    tensors_of,
+)
 from swath.modules.inference_loop import InferenceLoop
 from swath.modules.inference_wire import (
     CODES,
@@ -53,38 +58,38 @@ DIED = "The InferenceServer has ended without a word: its process was killed, or
 class LocalRequest(Request):
     """One of a thread of the server's own process."""
 
-    __slots__ = ("_at", "_done", "_failure", "_follower", "_is_waited", "_loop", "_outputs")
+    _outcome: Outputs | Failure | ClosedError | None = None
+    _at = 0
+    _follower: Request | None = None
+    _is_waited = False
 
     def __init__(
-        self, layout: RequestLayout, arrays: list[np.ndarray], kind: InteractionType | None, loop: InferenceLoop
+        self, layout: RequestLayout, tensors: list[Tensor], kind: InteractionType | None, loop: InferenceLoop
     ) -> None:
-        """Not answered yet, by `loop`."""
-        super().__init__(layout, arrays, kind)
+        """Not answered yet, by `loop`. It arrives now."""
+        self.layout, self.tensors, self.kind, self.arrived = layout, tensors, kind, perf_counter()
         self._loop = loop
         self._done = allocate_lock()
         self._done.acquire()
-        self._failure: Failure | ClosedError | None = None
-        self._outputs: Outputs | None = None
-        self._at = 0
-        self._follower: Request | None = None
-        self._is_waited = False
 
     def answer(self, outputs: Outputs, at: int, follower: Request | None) -> Request:
         """Keep the answer for the thread that waits; it takes its rows itself."""
-        self._at, self._follower, self._outputs = at, follower, outputs  # the last of them says that it is done
+        self._at, self._follower, self._outcome = at, follower, outputs  # the last of them says that it is done
         return self
 
     def refuse(self, failure: Failure | ClosedError) -> None:
         """Wake the thread that waits."""
-        if self._outputs is None:
-            self._failure = failure
+        if self._outcome is None:
+            self._outcome = failure
             self.wake()
 
     def rouse(self) -> Request | None:
         """Wake the thread that waits, which then wakes the follower. Returns that if none does."""
         if self._done.locked():  # else it was woken before
-            with contextlib.suppress(RuntimeError):  # just now, by another thread
+            try:  # noqa: SIM105 - `suppress` takes as long as all else here
                 self._done.release()
+            except RuntimeError:  # just now, by another thread
+                pass
         follower = None
         if not self._is_waited:
             follower, self._follower = self._follower, None
@@ -92,42 +97,40 @@ class LocalRequest(Request):
 
     def is_done(self) -> bool:
         """Whether waiting takes no time."""
-        return self._outputs is not None or self._failure is not None
+        return self._outcome is not None
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait; whether it is over. See NOTE [Waking one by one]."""
-        deadline = math.inf if timeout_s is None else monotonic() + timeout_s
+        deadline = None if timeout_s is None else monotonic() + timeout_s
         try:
-            while not self.is_done():
-                again_s = self._loop.lead(self)
+            while self._outcome is None:
+                wait_s = self._loop.lead(self)
                 self._is_waited = True
-                if self.is_done() or self._done.acquire(True, min(again_s, max(0.0, deadline - monotonic()))):
+                if self._outcome is not None:
                     break
-                if monotonic() >= deadline:
+                if deadline is not None:
+                    wait_s = min(wait_s, max(0.0, deadline - monotonic()))
+                if self._done.acquire(True, wait_s) or (deadline is not None and monotonic() >= deadline):
                     break
         finally:
             self._is_waited = False
-            if self.is_done():
-                self.wake()  # which leaves the lock open for whoever asks again
-            else:
+            if self._outcome is None:
                 self._loop.ring()  # others may have left it to us to have them served
-        return self.is_done()
+            else:
+                self.wake()  # which leaves the lock open for whoever asks again
+        return self._outcome is not None
 
     def entries(self, timeout_s: float | None) -> Entries:
         """Wait, and take our rows."""
         if not self.wait(timeout_s):
             raise TimeoutError(f"The InferenceServer has not answered within {timeout_s} s.")
-        if self._failure is not None:
-            raise _error(self._failure)
-        outputs, at, size, device = self._outputs, self._at, self.layout.batch_size, self._loop.settings.output_device
+        outputs, at, size, device = self._outcome, self._at, self.layout.batch_size, self._loop.settings.output_device
         assert outputs is not None
-        entries: Entries = []
+        if not isinstance(outputs, Outputs):
+            raise _error(outputs)
+        stop, entries = at + self.layout.rows, Entries()
         for (key, leaf), array in zip(outputs.leaves, outputs.arrays, strict=True):
-            if size:
-                rows = array[at : at + self.rows]
-                rows = rows if len(size) == 1 else rows.reshape(*size, *leaf.shape)
-            else:
-                rows = array[at, ...]
+            rows = array[at:stop].reshape(*size, *leaf.shape) if size else array[at, ...]
             value = tensor_of(rows, leaf.dtype)
             entries.append((key, value if device is None else value.to(device)))
         return entries
@@ -148,7 +151,7 @@ class LocalDoor:
         self._pid = os.getpid()
 
     def submit(self, tensordict: TensorDictBase, keys: Sequence[Key] | None, kind: Any, keep: bool) -> LocalRequest:
-        """Hand the arrays over."""
+        """Hand the tensors over."""
         if os.getpid() != self._pid:
             raise _forked()
         entries, size = entries_of(tensordict, keys), tensordict.batch_size
@@ -156,8 +159,8 @@ class LocalDoor:
         layout = self._layouts.get(look)
         if layout is None:
             layout = self._layouts[look] = layout_of(entries, size)
-        arrays = arrays_of(entries, layout)
-        request = LocalRequest(layout, [array.copy() for array in arrays] if keep else arrays, kind, self._loop)
+        tensors = tensors_of(entries, layout)
+        request = LocalRequest(layout, [tensor.clone() for tensor in tensors] if keep else tensors, kind, self._loop)
         self._loop.submit(request, rings=keep)  # otherwise it is waited for at once
         return request
 

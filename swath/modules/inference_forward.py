@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import InteractionType, ProbabilisticTensorDictModule, TensorDictModule
 from torch import Tensor, nn
 
-from swath.entries import trusted
+from swath.entries import peek, trusted
 from swath.envs.base import EnvBase
 from swath.envs.rows import Rows
 from swath.errors import RowCountError
@@ -25,7 +25,7 @@ from swath.modules.plan import Composition, Planner
 from swath.modules.probe import Probe
 from swath.modules.sampling import SamplingStage
 from swath.modules.stages import Stage, ask
-from swath.runtime.columns import Columns, Leaf, array_of
+from swath.runtime.columns import Columns, Leaf, array_of, tensor_of
 
 AHEAD = 64
 """For how many forwards noise is drawn at a time, where it is drawn ahead."""
@@ -43,19 +43,19 @@ class RequestLayout:
         leaves: its entries.
         batch_size: of its TensorDict.
         rows: how many rows it has in a forward.
-        group: what all layouts of the same entries share, in a server that has seen them.
+        forward: that of the last request that looked like this, in a server that has seen one.
     """
 
-    __slots__ = ("batch_size", "group", "leaves", "rows")
+    __slots__ = ("batch_size", "forward", "leaves", "rows")
 
     def __init__(self, leaves: Leaves, batch_size: tuple[int, ...]) -> None:
-        """Of no group yet."""
+        """Of no forward yet."""
         self.leaves, self.batch_size = leaves, batch_size
         self.rows = math.prod(batch_size)
-        self.group: object = None
+        self.forward: Forward | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Groups are of one server."""
+        """Forwards are of one server."""
         return RequestLayout, (self.leaves, self.batch_size)
 
 
@@ -65,7 +65,7 @@ def entries_of(tensordict: TensorDictBase, keys: Sequence[Key] | None) -> dict[K
         return {as_key(key): v for key, v in tensordict.items(True, True) if isinstance(v, Tensor)}
     found: dict[Key, Tensor] = {}
     for key in keys:
-        value = tensordict.get(key, None)
+        value = peek(tensordict, key)
         if isinstance(value, Tensor):
             found[key] = value
         elif isinstance(value, TensorDictBase):
@@ -75,7 +75,10 @@ def entries_of(tensordict: TensorDictBase, keys: Sequence[Key] | None) -> dict[K
 
 def look_of(entries: dict[Key, Tensor], batch_size: torch.Size) -> tuple[Any, ...]:
     """What tells requests of different layouts apart, quickly."""
-    return (batch_size, *entries, *[v.shape for v in entries.values()], *[v.dtype for v in entries.values()])
+    look: list[Any] = [batch_size]
+    for key, value in entries.items():
+        look += key, value.shape, value.dtype
+    return tuple(look)
 
 
 def layout_of(entries: dict[Key, Tensor], batch_size: torch.Size) -> RequestLayout:
@@ -84,29 +87,29 @@ def layout_of(entries: dict[Key, Tensor], batch_size: torch.Size) -> RequestLayo
     return RequestLayout(tuple((key, Leaf.of(value, dims)) for key, value in entries.items()), tuple(batch_size))
 
 
-def arrays_of(entries: dict[Key, Tensor], layout: RequestLayout) -> list[np.ndarray]:
-    """The entries as arrays `[rows, ...]`; for a batch size of `()`, of one row without its dimension."""
-    arrays = [_array(value) for value in entries.values()]
+def tensors_of(entries: dict[Key, Tensor], layout: RequestLayout) -> list[Tensor]:
+    """The entries as plain tensors `[rows, ...]` here; for a batch size of `()`, of one row without its dimension."""
+    tensors = [
+        value
+        if type(value) is Tensor and value.is_cpu and not value.requires_grad and value.layout is torch.strided
+        else tensor_of(array_of(value.detach().cpu()), value.dtype)
+        for value in entries.values()
+    ]
     if len(layout.batch_size) > 1:
-        rows = layout.rows
-        arrays = [a.reshape(rows, *leaf.shape) for a, (_, leaf) in zip(arrays, layout.leaves, strict=True)]
-    return arrays
+        return [t.reshape(layout.rows, *leaf.shape) for t, (_, leaf) in zip(tensors, layout.leaves, strict=True)]
+    return tensors
 
 
-def _array(value: Tensor) -> np.ndarray:
-    """Without `detach` where it is not needed: that lets the interpreter's lock go, and so wakes other threads."""
-    try:
-        return value.numpy()
-    except (RuntimeError, TypeError):  # it has a gradient, lies elsewhere, or is of a type that numpy does not know
-        return array_of(value.detach().cpu())
+def arrays_of(entries: dict[Key, Tensor], layout: RequestLayout) -> list[np.ndarray]:
+    """The same as arrays."""
+    return [array_of(tensor) for tensor in tensors_of(entries, layout)]
 
 
 class Rowed(Protocol):
     """A request, as a forward sees it."""
 
-    arrays: list[np.ndarray]
+    tensors: list[Tensor]
     layout: RequestLayout
-    rows: int
 
 
 class Outputs(NamedTuple):
@@ -135,12 +138,13 @@ class Forward:
         generator: torch.Generator | None,
     ) -> None:
         """Call `policy`, which lies on `device`, with rows of `leaves`; noise that is drawn ahead is of `generator`."""
-        self._policy, self._kind, self._device, self._generator = policy, kind, device, generator
+        self._policy, self.kind, self._device, self._generator = policy, kind, device, generator
         self._leaves, self._version_key = dict(leaves), version_key
         self._out_keys = {as_key(key) for key in getattr(policy, "out_keys", None) or ()}
         self._capacity = 0
         self._columns = Columns(self._leaves, (0,))
-        self._arrays: list[np.ndarray] = []
+        self._places: dict[int, list[Tensor]] = {}
+        """Of the columns, as many rows as a forward has had."""
         self._outputs = Rows({})
         self._stages: list[Stage] | None = None
         self._visible: list[Key] = []
@@ -162,30 +166,18 @@ class Forward:
 
     def is_quick_for(self, requests: Sequence[Rowed]) -> bool:
         """Whether it does for so many rows."""
-        return self._stages is not None and sum([request.rows for request in requests]) <= self._capacity
+        return self._stages is not None and sum([request.layout.rows for request in requests]) <= self._capacity
 
     def run(self, requests: Sequence[Rowed], version: int) -> Outputs:
         """Call the policy once, with the rows of all `requests`."""
-        count = 0
-        for request in requests:
-            count += request.rows
+        count = sum([request.layout.rows for request in requests])
         if count > self._capacity:
             self._make_room(count)
-        at = 0
-        for request in requests:
-            if request.layout.batch_size:
-                stop = at + request.rows
-                for target, array in zip(self._arrays, request.arrays, strict=True):
-                    target[at:stop] = array
-                at = stop
-            else:
-                for target, array in zip(self._arrays, request.arrays, strict=True):
-                    target[at] = array
-                at += 1
+        self._put_together(requests, count)
         if self._stages is not None:
             arrays = self._run_stages(self._stages, count)
         else:
-            with nullcontext() if self._kind is None else ExploringHere(self._kind):
+            with nullcontext() if self.kind is None else ExploringHere(self.kind):
                 written = self._run_module(count)
                 if self._may_plan:
                     self._plan()
@@ -197,10 +189,22 @@ class Forward:
             arrays.append(versions)
         return Outputs(self._described, arrays)
 
+    def _put_together(self, requests: Sequence[Rowed], count: int) -> None:
+        """The rows of all requests, one after the other."""
+        places = self._places.get(count)
+        if places is None:
+            places = self._places[count] = [tensor[:count] for tensor in self._columns.tensors.values()]
+        have_rows = [request.layout.batch_size != () for request in requests]
+        for place, tensors in zip(places, zip(*[request.tensors for request in requests], strict=True), strict=True):
+            if True not in have_rows:
+                torch.stack(tensors, out=place)
+            else:
+                torch.cat([t if has else t[None] for t, has in zip(tensors, have_rows, strict=True)], out=place)
+
     def _make_room(self, count: int) -> None:
         self._capacity = 1 << (count - 1).bit_length()
         self._columns = Columns(self._leaves, (self._capacity,))
-        self._arrays = [array_of(tensor) for tensor in self._columns.tensors.values()]
+        self._places.clear()
         self._stages = None
 
     def _describe(self, leaves: dict[Key, Leaf]) -> None:

@@ -47,7 +47,7 @@ from tensordict.nn import InteractionType
 
 from swath.errors import ClosedError
 from swath.modules.inference_connections import Connection, RemoteRequest, Request
-from swath.modules.inference_forward import Forward, Leaves, RequestLayout
+from swath.modules.inference_forward import Forward, Leaves
 from swath.modules.inference_settings import InferenceSettings
 from swath.modules.inference_stats import InferenceStats
 from swath.modules.inference_wire import Ask, Claimed, Goodbye, Hello, Introduce
@@ -72,8 +72,7 @@ class InferenceLoop:
         self.stats = InferenceStats(settings.stats_window, settings.max_batch_size)
         self.closed: ClosedError | None = ClosedError("The InferenceServer is not started: call start() before.")
         """Why nothing is answered."""
-        self._groups: dict[Leaves, object] = {}
-        self._forwards: dict[tuple[object, InteractionType | None], Forward] = {}
+        self._forwards: dict[tuple[Leaves, InteractionType | None], Forward] = {}
         # Torch's own generator is the trainer's, if it is in the same process.
         self._generator = torch.Generator().manual_seed(int(torch.randint(2**62, (), device="cpu")))
         self._pending: deque[Request] = deque()
@@ -114,17 +113,16 @@ class InferenceLoop:
         Returns for how many seconds to wait for the answer before this is called again. For as long as others are
         expected, whoever came first watches over the batch.
         """
-        forward = self._forwards.get((request.layout.group, request.kind))
-        is_free = self.closed is None and not self._calls and self.settings.min_batch_size == 1
-        if forward is None or not forward.is_quick or not is_free:
+        forward, settings = request.layout.forward, self.settings
+        is_free = self.closed is None and not self._calls and settings.min_batch_size == 1
+        if not is_free or forward is None or forward.kind is not request.kind or not forward.is_quick:
             self._ring_if_due()
             return LOOK_S
         missing = self._expected - len(self._pending)
-        if missing > 0:
+        if missing > 0 and (left := request.arrived + settings.timeout - perf_counter()) > 0:
             if not self._is_first(request):
                 return LOOK_S
-            left = request.arrived + self.settings.timeout - perf_counter()
-            if missing != request.missing and left > 0:  # else nobody has come since, or it has waited long enough
+            if missing != request.missing:  # else nobody has come since
                 request.missing = missing
                 return min(missing * max(self._forward_s, WAKE_S), left)
         if self._turn.acquire(False):
@@ -327,14 +325,23 @@ class InferenceLoop:
         """Answer the requests that have come first; if a client leads, only if that is quick for all of them."""
         begun, pending, batch = perf_counter(), self._pending, self._in_forward
         try:
-            with contextlib.suppress(IndexError):  # they were refused meanwhile
+            try:  # noqa: SIM105 - `suppress` takes longer than to take them
                 # In one call, which no interrupt can come into: a request is in the one place or the other.
                 batch.extend(islice(iter(pending.popleft, None), min(len(pending), self.settings.max_batch_size)))
+            except IndexError:  # they were refused meanwhile
+                pass
             groups: dict[Forward, list[Request]] = {}
             for request in batch:
-                if not request.is_abandoned:
-                    groups.setdefault(self._forward(request.layout, request.kind), []).append(request)
-            if self._is_led and not all(forward.is_quick_for(requests) for forward, requests in groups.items()):
+                forward = request.layout.forward
+                if forward is None or forward.kind is not request.kind:
+                    forward = request.layout.forward = self._forward(request.layout.leaves, request.kind)
+                if request.is_abandoned:
+                    continue
+                if forward in groups:
+                    groups[forward].append(request)
+                else:
+                    groups[forward] = [request]
+            if self._is_led and not all([forward.is_quick_for(requests) for forward, requests in groups.items()]):
                 return
             for forward, requests in groups.items():
                 self._answer(forward, requests)
@@ -348,15 +355,13 @@ class InferenceLoop:
                 pending.extendleft([request for request in reversed(batch) if not request.is_done()])
                 batch.clear()
 
-    def _forward(self, layout: RequestLayout, kind: InteractionType | None) -> Forward:
-        """The forward that a request takes part in."""
-        if layout.group is None:  # layouts are compared once: that takes longer than all else for a small request
-            layout.group = self._groups.setdefault(layout.leaves, object())
-        forward = self._forwards.get((layout.group, kind))
+    def _forward(self, leaves: Leaves, kind: InteractionType | None) -> Forward:
+        """The forward of requests of these entries. To find it takes longer than all else for a small request."""
+        forward = self._forwards.get((leaves, kind))
         if forward is None:
             settings = self.settings
-            forward = Forward(self.policy, layout.leaves, kind, settings.device, settings.version_key, self._generator)
-            self._forwards[layout.group, kind] = forward
+            forward = Forward(self.policy, leaves, kind, settings.device, settings.version_key, self._generator)
+            self._forwards[leaves, kind] = forward
         return forward
 
     def _answer(self, forward: Forward, requests: list[Request]) -> None:
@@ -379,7 +384,7 @@ class InferenceLoop:
             at, last = 0, None
             for request in requests:
                 last = request.answer(outputs, at, last)
-                at += request.rows
+                at += request.layout.rows
             if last is not None:
                 last.wake()
 

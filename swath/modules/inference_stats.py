@@ -20,25 +20,24 @@ class InferenceStats:
     def reset(self) -> None:
         """Count anew; weight updates are counted for ever."""
         self._requests = self._batches = self._errors = 0
-        self._sizes: deque[int] = deque(maxlen=self._window)
-        self._queue_s: deque[float] = deque(maxlen=self._window)
-        self._forward_s: deque[float] = deque(maxlen=self._window)
+        self._recent: deque[tuple[list[float], float, float]] = deque(maxlen=self._window)
+        """Of each batch when its requests arrived, when it began and when it ended."""
         self._since = perf_counter()
 
     def record(self, arrivals: list[float], begun: float, ended: float, *, failed: bool) -> None:
         """Count a forward that was made for requests that arrived then."""
         self._requests += len(arrivals)
         self._batches += 1
-        self._errors += len(arrivals) if failed else 0
-        self._sizes.append(len(arrivals))
-        self._queue_s.extend([begun - arrived for arrived in arrivals])
-        self._forward_s.append(ended - begun)
+        if failed:
+            self._errors += len(arrivals)
+        self._recent.append((arrivals, begun, ended))
 
     def summary(self) -> dict[str, float]:
         """The names that users of TorchRL know, and a few more."""
         elapsed = max(perf_counter() - self._since, 1e-9)
-        sizes = list(self._sizes)
-        average = sum(sizes) / len(sizes) if sizes else 0.0
+        recent = self._recent.copy()
+        average = sum(len(arrivals) for arrivals, _, _ in recent) / max(len(recent), 1)
+        waits = [begun - arrived for arrivals, begun, _ in recent for arrived in arrivals]
         return {
             "requests": self._requests,
             "batches": self._batches,
@@ -47,12 +46,12 @@ class InferenceStats:
             "batches_per_s": self._batches / elapsed,
             "avg_batch_size": average,
             "batch_fill": average / self._max_batch_size,
-            **_percentiles("queue", self._queue_s),
-            **_percentiles("forward", self._forward_s),
+            **_percentiles("queue", waits[-self._window :]),
+            **_percentiles("forward", [ended - begun for _, begun, ended in recent]),
             "weight_updates": self.weight_updates,
         }
 
 
-def _percentiles(name: str, seconds: deque[float]) -> dict[str, float]:
-    p50, p95 = np.percentile(list(seconds) or [0.0], [50, 95]) * 1e3
+def _percentiles(name: str, seconds: list[float]) -> dict[str, float]:
+    p50, p95 = np.percentile(seconds or [0.0], [50, 95]) * 1e3
     return {f"p50_{name}_ms": float(p50), f"p95_{name}_ms": float(p95)}

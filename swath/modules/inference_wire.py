@@ -27,7 +27,7 @@ from tensordict.nn import InteractionType
 from swath.keys import Key, as_path
 from swath.modules.inference_forward import Leaves, RequestLayout
 from swath.runtime import descriptors
-from swath.runtime.columns import Columns, Leaf
+from swath.runtime.columns import Columns, Leaf, tensor_of
 from swath.runtime.faults import Failure
 
 KINDS: tuple[InteractionType | None, ...] = (None, *InteractionType)
@@ -134,6 +134,7 @@ class Desk:
         layout: of the request.
         written: what the answer holds.
         inputs: the request's entries as `arrays_of` gives them.
+        tensors: the same as tensors.
         answers: the answer's entries, `[*batch_size, ...]`.
     """
 
@@ -157,6 +158,9 @@ class Desk:
         if len(size) > 1:
             pairs = zip(self.inputs, layout.leaves, strict=True)
             self.inputs = [array.reshape(layout.rows, *leaf.shape) for array, (_, leaf) in pairs]
+        self.tensors = [
+            tensor_of(array, leaf.dtype) for array, (_, leaf) in zip(self.inputs, layout.leaves, strict=True)
+        ]
         self.answers = [arrays[("out", *as_path(key))] for key, _ in written]
 
     def release(self) -> None:

@@ -154,7 +154,7 @@ def writable(tensor: Tensor) -> Tensor:
 def tensor_of(array: np.ndarray, dtype: torch.dtype) -> Tensor:
     """The reverse of `array_of`."""
     tensor = torch.from_numpy(array)
-    return tensor if tensor.dtype == dtype else tensor.view(dtype)
+    return tensor if tensor.dtype is dtype else tensor.view(dtype)
 
 
 @dataclass(frozen=True)

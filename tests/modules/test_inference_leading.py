@@ -14,6 +14,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from swath.modules import InferenceServer
+from swath.modules.inference_doors import LocalRequest
 from swath.modules.inference_forward import Forward
 from swath.modules.inference_loop import InferenceLoop
 
@@ -187,3 +188,27 @@ def test_an_error_of_a_small_network_goes_to_those_who_asked(
             client(ask(1))
     assert is_answered(client(ask(2)))
     assert server.stats()["errors"] == 1
+
+
+def test_a_request_that_nobody_waits_for_holds_up_nobody(
+    server: InferenceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread was interrupted before it began to wait, and so would have let the batch be served by nobody."""
+    monkeypatch.setattr("swath.modules.inference_loop.LOOK_S", 0.05)
+    client, is_held, may_go = server.client(), threading.Event(), threading.Event()
+    holding = threading.Thread(target=server.update_model, args=(lambda _: (is_held.set(), may_go.wait(WAIT_S)),))
+    holding.start()
+    assert is_held.wait(WAIT_S)
+    futures = [client.submit(ask(number)) for number in range(8)]
+    may_go.set()
+    holding.join(WAIT_S)
+    assert all(is_answered(future.result(WAIT_S)) for future in futures)  # from now on, eight are expected
+
+    def interrupted(*_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as torn:
+        torn.setattr(LocalRequest, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client(ask(1))
+    assert is_answered(client(ask(2), timeout=WAIT_S / 3))

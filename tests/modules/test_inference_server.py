@@ -23,7 +23,7 @@ from inference_tools import (
     within,
 )
 from policy_zoo import DISCRETE, WaveEnv, discrete, gru_policy, lstm_policy
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModule
 from torch import nn
 
@@ -668,3 +668,56 @@ def test_a_plain_module_is_refused_in_words(serve: Serve) -> None:
     other = serve(lambda td: td["question"]).client()
     with pytest.raises(TypeError, match="must return the TensorDict"):
         other(ask(1))
+
+
+def test_answers_fit_the_tensordict_that_asked(serve: Serve) -> None:
+    """Whatever kind it is of, it gets what `set` would have given it."""
+    client = serve(Doubling()).client()
+    elsewhere = TensorDict({"question": torch.ones(2)}, [], device="cpu")
+    assert is_answered(client(elsewhere))
+    assert elsewhere["answer"].device == elsewhere.device
+    locked = ask(2).lock_()
+    with pytest.raises(RuntimeError, match="lock"):
+        client(locked)
+    assert "answer" not in locked
+    assert is_answered(client(locked.unlock_()))
+    lazy = lazy_stack([ask(3), ask(4)])
+    assert is_answered(client(lazy))
+    assert lazy["answer"].shape == (2, 2)
+    named = TensorDict({"question": torch.ones(3, 2)}, [3], names=["time"])
+    assert is_answered(client(named))
+    assert named.names == ["time"]
+    many = [client.submit(ask(number)) for number in range(40)]
+    assert all(is_answered(future.result(WAIT_S)) for future in many)
+
+
+def test_rows_of_every_shape_are_put_together(serve: Serve) -> None:
+    """Many requests of one row each, and of several, in one forward."""
+    rows: list[int] = []
+
+    def echo(tensordict: TensorDictBase) -> TensorDictBase:
+        rows.append(len(tensordict))
+        for key in ("number", "vector", "image", "nothing"):
+            tensordict.set(f"{key}_again", tensordict[key].clone())
+        return tensordict
+
+    def made(number: int, *size: int) -> TensorDict:
+        shapes = {"number": (), "vector": (3,), "image": (2, 3), "nothing": (2, 0)}
+        return TensorDict({key: torch.full((*size, *shape), float(number)) for key, shape in shapes.items()}, size)
+
+    server = serve(echo)
+    client, is_held, may_go = server.client(), threading.Event(), threading.Event()
+    for sizes in ([()] * 12, [()] * 5, [(), (2,), (1,), (2, 3), *[()] * 9]):
+        is_held.clear()
+        may_go.clear()
+        holding = threading.Thread(target=server.update_model, args=(lambda _: (is_held.set(), may_go.wait(WAIT_S)),))
+        holding.start()
+        assert is_held.wait(WAIT_S)
+        futures = [client.submit(made(number, *size)) for number, size in enumerate(sizes)]
+        may_go.set()
+        holding.join(WAIT_S)
+        for number, (future, size) in enumerate(zip(futures, sizes, strict=True)):
+            answer = future.result(WAIT_S)
+            for key, value in made(number, *size).items():
+                assert torch.equal(answer[f"{key}_again"], value)
+    assert max(rows) >= 12
