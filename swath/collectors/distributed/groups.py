@@ -27,6 +27,8 @@ LOOPBACK = "127.0.0.1"
 MOST_TAGS = 2**30
 MEET_S = 60.0
 """How long two sides that are connected may take to form a group."""
+FORM_S = 10.0
+"""How long one that has told where it listens may take to come: nobody would tell that it has been killed meanwhile."""
 
 
 def check_backend(backend: str) -> None:
@@ -78,23 +80,25 @@ class GroupWire:
         """Bodies by their numbers. Gloo's sender waits until it is told where they go, which they spare it."""
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         store, timeout = MeetingStore(channel), timedelta(seconds=timeout_s)
+        self._patience = (timeout,) if self._is_gloo else ()
+        """How long gloo may take, told each time: once it has formed a group, it takes no other."""
         kind: Any = getattr(dist, "ProcessGroupGloo" if backend == "gloo" else f"ProcessGroup{backend.upper()}")
         with self._until_it_ends():
             if backend == "gloo":
                 options = kind._Options()
                 options._devices = [kind.create_device(hostname=channel.address or LOOPBACK)]
-                options._timeout = timeout
+                options._timeout = min(timeout, timedelta(seconds=FORM_S))
                 self._group = kind(store, rank, 2, options)
             else:
                 self._group = kind(store, rank, 2, timeout)
-            self._group.barrier().wait()  # both are there, and what was told is read
+            self._group.barrier().wait(*self._patience)  # both are there, and what was told is read
 
     def send(self, parcel: bytes, body: Tensor | None = None, number: int = 0) -> None:  # noqa: D102 - see `Wire`
         with self._turn:
             self._channel.send(parcel)
             if body is not None:
                 with self._until_it_ends():
-                    self._group.send([body.to(self._device)], self._peer, self._tag(number)).wait()
+                    self._group.send([body.to(self._device)], self._peer, self._tag(number)).wait(*self._patience)
 
     def receive(self) -> bytes:  # noqa: D102 - see `Wire`
         parcel = self._channel.receive()
@@ -112,7 +116,7 @@ class GroupWire:
         landed = space if self._device.type == "cpu" else torch.empty_like(space, device=self._device)
         with self._until_it_ends():
             work = self._expected.pop(number, None)
-            (work or self._group.recv([landed], self._peer, self._tag(number))).wait()
+            (work or self._group.recv([landed], self._peer, self._tag(number))).wait(*self._patience)
         for own in [own for own in list(self._expected) if own < number]:  # which the node has discarded
             del self._expected[own]
         if landed is not space:
