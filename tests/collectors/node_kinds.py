@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from kinds import ASYNC, STARTED, SYNC, Kind
 
@@ -15,14 +16,14 @@ NODES = {
 }
 
 
-def twins(name: str, of: type[BaseCollector]) -> dict[str, Kind]:
+def twins(name: str, of: type[BaseCollector], **options: Any) -> dict[str, Kind]:
     """Kinds of a class whose workers are nodes, by the names of those with processes whose tests they join."""
     own = {
         kind.name: replace(
             kind,
             name=f"{kind.name}, {name}",
             of=of,
-            options={"launcher": "mp", "sync": kind is SYNC},
+            options={**options, "sync": kind is SYNC},
             cannot={**kind.cannot, **NODES},
         )
         for kind in (SYNC, ASYNC, STARTED)
@@ -30,4 +31,4 @@ def twins(name: str, of: type[BaseCollector]) -> dict[str, Kind]:
     return own
 
 
-GROUPS = twins("group", DistributedCollector)
+GROUPS = twins("group", DistributedCollector, launcher="mp")

@@ -10,7 +10,7 @@ from swath.collectors import BaseCollector
 from swath.collectors.distributed import RPCCollector
 from swath.testing import CollectorConformance
 
-RPCS = twins("rpc", RPCCollector)
+RPCS = twins("rpc", RPCCollector, launcher="mp")
 
 
 class TestCollectorsOverRpc(CollectorConformance):
