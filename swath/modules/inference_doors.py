@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 from _thread import allocate_lock
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from time import monotonic, perf_counter
 from typing import Any
@@ -180,13 +181,39 @@ def _forked() -> RuntimeError:
     )
 
 
-class AskedRequest:
+class SentRequest(ABC):
+    """One that is under way through a connection."""
+
+    is_abandoned = False
+
+    def is_done(self) -> bool:
+        """Whether waiting takes no time."""
+        return self.wait(0.0)
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait; whether it is over."""
+
+    def entries(self, timeout_s: float | None) -> Entries:
+        """Wait for the answer."""
+        if not self.wait(timeout_s):
+            raise TimeoutError(f"The InferenceServer has not answered within {timeout_s} s.")
+        outcome = self._outcome()
+        if isinstance(outcome, Failure | ClosedError):
+            raise _error(outcome)
+        return outcome
+
+    @abstractmethod
+    def _outcome(self) -> Entries | Failure | ClosedError:
+        """What has come of it."""
+
+
+class AskedRequest(SentRequest):
     """One that is under way to another process."""
 
     def __init__(self, connection: RemoteConnection, layout: RequestLayout, desk: Desk | None) -> None:
         """Not answered yet."""
         self.layout, self.desk = layout, desk
-        self.is_abandoned = False
         self.is_over = False
         self.failure: Failure | ClosedError | None = None
         self._connection = connection
@@ -199,21 +226,12 @@ class AskedRequest:
             pairs = zip(self.desk.written, self.desk.answers, strict=True)
             self._entries = [(key, tensor_of(array.copy(), leaf.dtype)) for (key, leaf), array in pairs]
 
-    def is_done(self) -> bool:
-        """Whether waiting takes no time."""
-        return self.wait(0.0)
-
     def wait(self, timeout_s: float | None) -> bool:
         """Wait; whether it is over."""
         return self._connection.wait(self, timeout_s)
 
-    def entries(self, timeout_s: float | None) -> Entries:
-        """Wait for the answer."""
-        if not self.wait(timeout_s):
-            raise TimeoutError(f"The InferenceServer has not answered within {timeout_s} s.")
-        if self.failure is not None:
-            raise _error(self.failure)
-        return self._entries
+    def _outcome(self) -> Entries | Failure | ClosedError:
+        return self._entries if self.failure is None else self.failure
 
 
 class RemoteConnection:

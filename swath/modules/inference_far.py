@@ -27,7 +27,7 @@ from torch import Tensor
 
 from swath.errors import ChannelClosedError, ClosedError
 from swath.keys import Key
-from swath.modules.inference_doors import DIED, RAISED, Door, Entries, Waiting
+from swath.modules.inference_doors import DIED, Door, Entries, SentRequest, Waiting
 from swath.modules.inference_forward import entries_of
 from swath.modules.inference_wire import Goodbye, Refused
 from swath.runtime.channel import Channel
@@ -99,33 +99,21 @@ class FarEnd:
         return _kept_alive(end)
 
 
-class FarRequest:
+class FarRequest(SentRequest):
     """One that is under way to another machine."""
 
     def __init__(self, connection: FarConnection) -> None:
         """Not answered yet."""
-        self.is_abandoned = False
         self.answer: SentEntries | Failure | ClosedError | None = None
         self._connection = connection
-
-    def is_done(self) -> bool:
-        """Whether waiting takes no time."""
-        return self.wait(0.0)
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait; whether it is over."""
         return self._connection.wait(self, timeout_s)
 
-    def entries(self, timeout_s: float | None) -> Entries:
-        """Wait for the answer."""
-        if not self.wait(timeout_s):
-            raise TimeoutError(f"The InferenceServer has not answered within {timeout_s} s.")
-        if isinstance(self.answer, Failure):
-            raise self.answer.error(RAISED)
-        if isinstance(self.answer, ClosedError):
-            raise ClosedError(*self.answer.args)
+    def _outcome(self) -> Entries | Failure | ClosedError:
         assert self.answer is not None
-        return _unpacked(self.answer)
+        return self.answer if isinstance(self.answer, Failure | ClosedError) else _unpacked(self.answer)
 
 
 class FarConnection:

@@ -36,6 +36,13 @@ def ray_of_session() -> Iterator[RayCluster]:
     assert not cluster.folder.exists()
 
 
+@pytest.fixture(scope="module")
+def driver(ray_of_session: RayCluster) -> Iterator[RayCluster]:
+    """This process as a driver of the cluster."""
+    with ray_of_session.connected():
+        yield ray_of_session
+
+
 @pytest.fixture
 def ray_cluster(ray_of_session: RayCluster) -> RayCluster:
     """A cluster of two nodes, whatever other tests did to it, and no connection to it yet."""

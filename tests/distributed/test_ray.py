@@ -32,13 +32,6 @@ pytestmark = pytest.mark.timeout(120)
 Make = Callable[..., RayCollector]
 
 
-@pytest.fixture(scope="module")
-def driver(ray_of_session: RayCluster) -> Iterator[RayCluster]:
-    """This process as a driver of the cluster."""
-    with ray_of_session.connected():
-        yield ray_of_session
-
-
 @pytest.fixture
 def make(driver: RayCluster) -> Iterator[Make]:
     """Makes collectors of counting envs. When they are shut down, all of their actors are gone."""

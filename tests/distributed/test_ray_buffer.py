@@ -44,12 +44,6 @@ pytestmark = pytest.mark.timeout(120)
 Make = Callable[..., RayReplayBuffer]
 
 
-@pytest.fixture(scope="module")
-def driver(ray_of_session: RayCluster) -> Iterator[RayCluster]:
-    with ray_of_session.connected():
-        yield ray_of_session
-
-
 @pytest.fixture
 def make(driver: RayCluster) -> Iterator[Make]:
     """Makes buffers; when they are closed, their actors are gone."""
