@@ -300,7 +300,7 @@ class Barrier(Delivery):
     def _await(self, fills: bool) -> list[Part]:
         """Have the parts collected, by those workers that are there; again, if another thread has made them void.
 
-        None if that was all which the buffer was still to be filled with: it counts.
+        No parts, if what was void has filled the buffer all the same: it counts.
         """
         while True:
             while self.terms.writes and self.pool.discarding:  # what is written all the same is told with the answer
