@@ -26,7 +26,7 @@ THIRD_PARTY = {
     "multiprocessing": "_children _exit_function _finalizer_registry _resource_tracker _stop",
     "os": "_exit",
     "subprocess": "_args_from_interpreter_flags",
-    "sys": "_current_frames",
+    "sys": "_getframe",
     "tensordict": "_generator _generator_key _interaction_type _kwargs _mode _new_unsafe",
     "threading.RLock": "_is_owned",
     "torch": "_C _set_grad_enabled",

@@ -144,9 +144,10 @@ class Layer:
         self.out = np.empty((lanes, outputs), weight.dtype)
 
     def fetch(self, is_live: bool) -> None:
-        """Take the parameters as they are now. A bias is spread over the lanes: adding is then half the price."""
-        if is_live and len(self.out) == 1:
-            return  # nothing has to be spread
+        """Take the parameters as they are now. A bias is spread over the lanes: adding is then half the price.
+
+        Live ones of a single lane are not fetched at all: nothing has to be spread.
+        """
         if not is_live:
             self._weight[:] = self._now[0].T
         if self._bias is not None:
@@ -229,7 +230,10 @@ class ArrayStage(Stage):
 
     def __init__(self, sources: Arrays, targets: Arrays, fetched: Sequence[Fetched]) -> None:
         """Read `sources` and write `targets`, both `[N, ...]`; `fetched` are copies of what may change."""
-        self._sources, self._targets, self._fetched = list(sources), list(targets), list(fetched)
+        self._sources, self._targets = list(sources), list(targets)
+        of_one = [one for one in fetched if not isinstance(one, Layer) or len(one.out) > 1]
+        self._fetched = {False: list(fetched), True: of_one}
+        """What is fetched, and what of it where weights are used where they lie."""
         self._is_live = False
         """Whether weights are used where they lie: to copy them takes longer than to multiply by them once."""
         self._bound = {is_live: self._bind(self._sources, self._targets, is_live) for is_live in (False, True)}
@@ -247,7 +251,7 @@ class ArrayStage(Stage):
         """Fetch the parameters."""
         self._is_live = steps == 1  # which has them from one moment in any case
         self._operations = self._bound[self._is_live]
-        for one in self._fetched:
+        for one in self._fetched[self._is_live]:
             one.fetch(self._is_live)
 
     def run(self, t: int) -> None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import getattr_static
+from operator import is_
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ def parts_of(policy: Any) -> list[Any] | None:
     if kind is ProbabilisticTensorDictSequential and not policy.return_composite:
         # It calls the modules that it was given first: it keeps all but the last a second time.
         kept = policy.det_part
-        if kept is not None and not _same(_modules_of(kept), modules[:-1]):
+        if kept is not None and not are_same(_modules_of(kept), modules[:-1]):
             return None
     parts: list[Any] = []
     for module in modules:
@@ -110,8 +111,9 @@ def _modules_of(sequence: Any) -> list[Any]:
     return list(held.values() if isinstance(held, nn.ModuleDict) else held)
 
 
-def _same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+def are_same(some: list[Any], others: list[Any]) -> bool:
+    """Whether both hold the same objects, in the same order."""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,6 @@ class Watch:
 
     def conclude(self, visible: dict[Key, Tensor]) -> list[Writes] | None:
         """What each part writes; None if the policy, which left `visible` behind, has to be called as a whole."""
-        if self._parts is None or not self._is_ordinary or not _same(self._called, self._parts):
+        if self._parts is None or not self._is_ordinary or not are_same(self._called, self._parts):
             return None
         return self._writes if set(visible) <= set(self.written) else None

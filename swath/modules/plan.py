@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, repeat
-from operator import contains, is_, itemgetter
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from tensordict.nn import InteractionType, ProbabilisticTensorDictModule, TensorDictModule
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
+from torch.utils.hooks import RemovableHandle
 
 from swath.entries import inferring
 from swath.envs.rows import Rows
@@ -19,7 +19,7 @@ from swath.keys import Key, as_key
 from swath.modules.composite import composite_stage
 from swath.modules.exploration import acting_type
 from swath.modules.mlp import mlp_stage
-from swath.modules.parts import Writes, acts_as, declared_by, keeps_nothing, overlap, parts_of
+from swath.modules.parts import Writes, acts_as, are_same, declared_by, keeps_nothing, overlap, parts_of
 from swath.modules.peer_parts import peer_stage
 from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
@@ -181,43 +181,56 @@ class Planner:
 class Composition:
     """What a policy is made of, as far as plans depend on it, and where its weights lie; not their values.
 
-    Looked at once per slot, and so in microseconds: modules are not walked again, since one that is new, or gone, is
-    noticed by whoever has it. Nothing of this has a number of versions, so all that modules hold is compared one by
-    one; but by identity, and without a line of Python for each.
+    Looked at once per slot, and so in microseconds, most of which would go into fetching what nobody has used since the
+    last slot: so little is looked at. Modules are not walked again, since one that is new, or gone, is noticed by
+    whoever has it. torch counts the hooks that were ever made, and a forward of its own is one more attribute of a
+    module. What else modules hold is compared one by one; but by identity, and without a line of Python for each.
     """
 
     def __init__(self, policy: Any) -> None:
         """Remember what `policy` is made of now."""
         modules = tuple(policy.modules()) if isinstance(policy, nn.Module) else ()
         self._attributes = [vars(module) for module in modules]
+        samplers = [module for module in modules if isinstance(module, ProbabilisticTensorDictModule)]
+        given = [module.distribution_kwargs for module in samplers if module.distribution_kwargs is not None]
+        self._given = [own for own in given if not isinstance(own, dict) or own]
+        self._full = [own[name] for own in self._attributes for name in ("_modules", "_parameters") if own[name]]
+        """Where modules and weights are kept,"""
+        inner = [module._modules for module in modules if not type(module).__module__.startswith("torch.nn.modules.")]
+        inner += [module._modules for module in modules if isinstance(module, CONTAINERS)]
+        self._empty = [own for own in (*inner, *given) if isinstance(own, dict) and not own]
+        """and where some may come that makes a difference."""
         self._switched = [module for module in modules if hasattr(type(module), "recurrent_mode")]
         """TorchRL's modules, which a context may switch over."""
-        samplers = [module for module in modules if isinstance(module, ProbabilisticTensorDictModule)]
-        self._given = [module.distribution_kwargs for module in samplers if module.distribution_kwargs is not None]
-        self._settings = [pair for module in modules for pair in _settings_of(module)]
+        settings = [pair for module in modules for pair in _settings_of(module)]
+        settings += [(own, "_parameters") for own in self._attributes if own["_parameters"]]  # may be exchanged whole
+        self._set_on, self._names = [own for own, _ in settings], [name for _, name in settings]
         weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
         self._lazy = [weight for weight in weights if nn.parameter.is_lazy(weight)]
         self._weights = [weight for weight in weights if not nn.parameter.is_lazy(weight)]
         self._memory = [weight.detach() for weight in self._weights]  # which no other weight can get meanwhile
         is_plain = all(weight.device.type == "cpu" and weight.layout is torch.strided for weight in self._weights)
         self._is_set_to = torch.Tensor.is_set_to if is_plain else _is_set_to
-        self._has_rare = bool(self._lazy or self._switched or any([len(own.keys()) for own in self._given]))
-        self._held, self._before = self._holding(), self._look()
+        self._has_autocast = torch.is_autocast_enabled("cpu")
+        self._held, self._counted, self._added = self._holding(), self._count(), self._additions()
+        self._has_additions = any(one is not None for one in self._added)
+        self._has_rare, self._rare = bool(self._given or self._lazy or self._switched), self._look_at_the_rare()
 
     def _holding(self) -> list[Any]:
-        """Modules, weights, hooks and settings, in order; they stay alive here, so that no other takes their id."""
-        holders = filter(None, chain.from_iterable(map(HOLDERS, self._attributes)))  # most are empty
-        held = list(chain.from_iterable(map(dict.values, holders)))
-        held += [attributes.get(name) for attributes, name in self._settings]
+        """Modules, weights and settings, in order; they stay alive here, so that no other takes their id."""
+        held = list(chain.from_iterable(map(dict.values, self._full)))
+        held += map(dict.get, self._set_on, self._names)
         return held
 
-    def _look(self) -> list[Any]:
-        return [
-            has_global_extras(),
-            list(map(contains, self._attributes, repeat("forward"))),
-            all(map(self._is_set_to, self._weights, self._memory)),
-            self._look_at_the_rare() if self._has_rare else [len(own.keys()) for own in self._given],
-        ]
+    def _count(self) -> tuple[int, int]:
+        """Hooks that were ever made, of whatever, and attributes that modules have."""
+        return RemovableHandle.next_id, sum(map(len, self._attributes))
+
+    def _additions(self) -> list[Any]:
+        """Hooks, and forwards of modules' own."""
+        hooks = [nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks]
+        hooks += [own[name] for own in self._attributes for name in ("_forward_hooks", "_forward_pre_hooks")]
+        return [*chain.from_iterable(map(dict.values, hooks)), *(own.get("forward") for own in self._attributes)]
 
     def _look_at_the_rare(self) -> list[Any]:
         return [
@@ -229,8 +242,16 @@ class Composition:
     @property
     def has_changed(self) -> bool:
         """Whether it is made of something else by now."""
-        held, before = self._holding(), self._held
-        return len(held) != len(before) or not all(map(is_, held, before)) or self._look() != self._before
+        if not are_same(self._holding(), self._held) or any(self._empty):
+            return True
+        if (counted := self._count()) != self._counted or self._has_additions:  # which may also go
+            if not are_same(self._additions(), self._added):
+                return True
+            self._counted = counted
+        if self._has_rare and self._look_at_the_rare() != self._rare:
+            return True
+        has_moved = not all(map(self._is_set_to, self._weights, self._memory))
+        return has_moved or torch.is_autocast_enabled("cpu") != self._has_autocast
 
 
 def _is_set_to(weight: Tensor, other: Tensor) -> bool:
@@ -238,8 +259,8 @@ def _is_set_to(weight: Tensor, other: Tensor) -> bool:
     return (weight.data_ptr(), weight.shape, weight.stride()) == (other.data_ptr(), other.shape, other.stride())
 
 
-HOLDERS = itemgetter("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
-"""Where a module has what it holds."""
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+"""Modules of torch that do what those do that they hold."""
 SAMPLER_SETTINGS = ("distribution_class", "distribution_kwargs", "default_interaction_type", "return_log_prob")
 
 

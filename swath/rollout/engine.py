@@ -180,36 +180,32 @@ class Engine:
 
     def _fill(self, slot: Slot, random: bool, begins: bool = True) -> Receipt:
         """Fill a slot; `begins` says whether a batch begins with it."""
+        if self.is_closed:
+            raise ClosedError("This collector is shut down; make a new one.")
+        loop, settings = self._loop, self.settings
+        if self._paused_at is not None:
+            loop.stats.timings.waiting += perf_counter() - self._paused_at
+            self._paused_at = None
         try:
-            return self._filled(slot, random, begins)
+            if begins and settings.pre_collect_hook is not None:
+                settings.pre_collect_hook()
+            if self.env.stepped_by is not loop.lanes:
+                cause = "was used elsewhere meanwhile, or a reset of it was interrupted"
+                warnings.warn(f"{self.env!r} {cause}: all episodes begin anew.", stacklevel=3)
+                self.reset()
+            if begins and settings.reset_at_each_iter and not self._is_fresh:
+                self.reset()
+            self._is_fresh, self.is_stepping = False, True
+            if torch.is_inference_mode_enabled():
+                with trainable():
+                    return loop.collect(slot, random=random)
+            return loop.collect(slot, random=random)
         except StopIteration as error:  # which would be taken for the end of the batches
             raise RuntimeError(
                 f"{self.env!r}, its policy or a hook has raised {error!r}, which Python takes for the end of a loop. "
                 "To end an episode, return terminated=True or truncated=True from step(). "
                 f"{' '.join(getattr(error, '__notes__', ()))}"
             ) from error
-
-    def _filled(self, slot: Slot, random: bool, begins: bool) -> Receipt:
-        if self.is_closed:
-            raise ClosedError("This collector is shut down; make a new one.")
-        if self._paused_at is not None:
-            self._loop.stats.timings.waiting += perf_counter() - self._paused_at
-            self._paused_at = None
-        if begins and self.settings.pre_collect_hook is not None:
-            self.settings.pre_collect_hook()
-        if self.env.stepped_by is not self._loop.lanes:
-            cause = "was used elsewhere meanwhile, or a reset of it was interrupted"
-            warnings.warn(f"{self.env!r} {cause}: all episodes begin anew.", stacklevel=3)
-            self.reset()
-        if begins and self.settings.reset_at_each_iter and not self._is_fresh:
-            self.reset()
-        self._is_fresh = False
-        self.is_stepping = True
-        try:
-            if torch.is_inference_mode_enabled():
-                with trainable():
-                    return self._loop.collect(slot, random=random)
-            return self._loop.collect(slot, random=random)
         finally:
             self.is_stepping = False
 

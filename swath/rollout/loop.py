@@ -114,6 +114,7 @@ class Bound(NamedTuple):
     """Pairs of columns and rows that are copied in a step before the policy acts,"""
     behind: list[tuple[Any, Any]]
     """and behind."""
+    clears: list[Callable[[], Any]]
     sizes: list[Callable[[], Any]]
     rewards: np.ndarray | None
 
@@ -247,7 +248,8 @@ class RolloutLoop:
             behind += self._pairs(slot, self.lanes.out, self._told, after)
             is_here = isinstance(slot.columns[NEXT_REWARD], np.ndarray)  # else it has to be fetched each time
             rewards = self._rewards(slot, slot.steps) if is_here else None
-            slot.bound = bound = Bound(self, acted, before, behind, self._sizes(slot, slot.steps), rewards)
+            clears, sizes = _clears(slot), self._sizes(slot, slot.steps)
+            slot.bound = bound = Bound(self, acted, before, behind, clears, sizes, rewards)
         return bound.before, bound.behind
 
     def _pairs(self, slot: Slot, rows: Rows, keys: Iterable[Key], named: Any = None) -> list[tuple[Any, Any]]:
@@ -271,14 +273,12 @@ class RolloutLoop:
         """
         columns, settings = slot.columns, self.settings
         self.policy.finish(columns, self._acted(steps))
-        for key in FLAGS:  # a lane that has ended is restarted at once, so that no root is ever done
-            columns[key][...] = False
+        for clear in _clears(slot) if slot.bound is None else slot.bound.clears:
+            clear()
         real, ended = self._real(slot, steps), None
-        if has_ended or settings.set_truncated or real is not None:
+        if has_ended or settings.set_truncated or real is not None:  # not so in most small batches
             columns[NEXT_DONE][...] = columns[NEXT_TERMINATED] | columns[NEXT_TRUNCATED]
             ended = self._by_lane(slot.array(NEXT_DONE)[:, :steps, 0]).copy()
-        else:  # as in most small batches
-            columns[NEXT_DONE][...] = False
         if settings.track_traj_ids:
             if ended is None:
                 slot.put(TRAJ_IDS, self.lanes.ids.current[:, None], steps)
@@ -393,6 +393,15 @@ class RolloutLoop:
                 NotANumberWarning,
                 stacklevel=2,
             )
+
+
+def _clears(slot: Slot) -> list[Callable[[], Any]]:
+    """What sets flags to False that are never true, or only where an episode has ended.
+
+    A lane that has ended is restarted at once, so that no root is ever done.
+    """
+    flags = [slot.columns[key] for key in (*FLAGS, NEXT_DONE)]
+    return [partial(flag.fill if isinstance(flag, np.ndarray) else flag.fill_, False) for flag in flags]
 
 
 def _may_be_nan(leaf: Leaf) -> bool:

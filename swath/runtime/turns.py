@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class Turns:
         try:
             with self._lock:
                 if not self._attendant or not self._is_attended():
-                    self._frame, self._attendant, is_first = inspect.currentframe(), me, True
+                    self._frame, self._attendant, is_first = sys._getframe(), me, True
                 elif self._attendant != me:
                     other = threading.Lock()
                     other.acquire()
