@@ -106,13 +106,14 @@ class Mould:
             source = dict(zip(self._leaves, map(make, self._places(sources)), strict=False))
         for name, inner in self._inner:
             source[name] = inner.cast(sources, make)
-        device, names = self._device, None if self._names is None else self._names.copy()
+        names = None if self._names is None else self._names.copy()
         if not _IS_KNOWN:
-            made: TensorDict = _new(source, batch_size=self._size, device=device, names=names)
+            made: TensorDict = _new(source, batch_size=self._size, device=self._device, names=names)
             return made
         made = TensorDict.__new__(TensorDict)
-        own = made.__dict__
-        own["_device"], own["_tensordict"], own["_batch_size"], own["_td_dim_names"] = device, source, self._size, names
+        made.__dict__ = {
+            "_device": self._device, "_tensordict": source, "_batch_size": self._size, "_td_dim_names": names
+        }  # fmt: skip
         return made
 
 

@@ -319,9 +319,7 @@ class Barrier(Delivery):
             self._void(done)
 
     def _collected(self, parts: list[Part]) -> list[Part]:
-        if len(parts) == 1 and self._threshold is None:
-            return self.pool.do(parts[0])
-        with self.pool.section:  # all at once, see `Pool.ask`
+        with self.pool.section if len(parts) > 1 else self.pool.section.lock:  # all at once, see `Pool.ask`
             for part in parts:
                 self.pool.issue(part)
         enough = None if self._threshold is None else int(len(parts) * self._threshold)

@@ -196,9 +196,8 @@ class Composition:
         self._given = [own for own in given if not isinstance(own, dict) or own]
         self._full = [own[name] for own in self._attributes for name in ("_modules", "_parameters") if own[name]]
         """Where modules and weights are kept,"""
-        inner = [module._modules for module in modules if not type(module).__module__.startswith("torch.nn.modules.")]
-        inner += [module._modules for module in modules if isinstance(module, CONTAINERS)]
-        self._empty = [own for own in (*inner, *given) if isinstance(own, dict) and not own]
+        inner = [module._modules for module in modules if isinstance(module, CONTAINERS) or not _is_torchs(module)]
+        self._empty: list[Any] = [own for own in (*inner, *given) if isinstance(own, dict) and not own]
         """and where some may come that makes a difference."""
         self._switched = [module for module in modules if hasattr(type(module), "recurrent_mode")]
         """TorchRL's modules, which a context may switch over."""
@@ -209,8 +208,7 @@ class Composition:
         self._lazy = [weight for weight in weights if nn.parameter.is_lazy(weight)]
         self._weights = [weight for weight in weights if not nn.parameter.is_lazy(weight)]
         self._memory = [weight.detach() for weight in self._weights]  # which no other weight can get meanwhile
-        is_plain = all(weight.device.type == "cpu" and weight.layout is torch.strided for weight in self._weights)
-        self._is_set_to = torch.Tensor.is_set_to if is_plain else _is_set_to
+        self._placed = self._places()
         self._has_autocast = torch.is_autocast_enabled("cpu")
         self._held, self._counted, self._added = self._holding(), self._count(), self._additions()
         self._has_additions = any(one is not None for one in self._added)
@@ -225,6 +223,13 @@ class Composition:
     def _count(self) -> tuple[int, int]:
         """Hooks that were ever made, of whatever, and attributes that modules have."""
         return RemovableHandle.next_id, sum(map(len, self._attributes))
+
+    def _places(self) -> list[Any]:
+        """Where weights lie, and what would change if they were seen in another way there: cut, or transposed."""
+        places: list[Any] = list(map(Tensor.data_ptr, self._weights))
+        places += map(Tensor.numel, self._weights)
+        places += map(Tensor.is_contiguous, self._weights)
+        return places
 
     def _additions(self) -> list[Any]:
         """Hooks, and forwards of modules' own."""
@@ -250,13 +255,7 @@ class Composition:
             self._counted = counted
         if self._has_rare and self._look_at_the_rare() != self._rare:
             return True
-        has_moved = not all(map(self._is_set_to, self._weights, self._memory))
-        return has_moved or torch.is_autocast_enabled("cpu") != self._has_autocast
-
-
-def _is_set_to(weight: Tensor, other: Tensor) -> bool:
-    """Whether both are the same memory, seen in the same way; torch's own method does not know all devices."""
-    return (weight.data_ptr(), weight.shape, weight.stride()) == (other.data_ptr(), other.shape, other.stride())
+        return self._places() != self._placed or torch.is_autocast_enabled("cpu") != self._has_autocast
 
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -271,10 +270,14 @@ def _settings_of(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     if isinstance(module, TensorDictModule):
         names = ("module", "method") if "module" in vars(module) else ("method",)  # modules are kept elsewhere
         return [(vars(module), name) for name in names]
-    if type(module).__module__.startswith("torch.nn."):
+    if _is_torchs(module):
         return [(vars(module), "training")] if type(module) is nn.Dropout else []
     own = vars(module)  # at which a forward of its own may look
     return [(own, name) for name, value in own.items() if is_setting(value)]
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
 
 
 def _inside(part: Any) -> list[nn.Module]:

@@ -29,6 +29,7 @@ from swath.modules.stages import Filled, Stage
 from swath.modules.tanh_normal import EDGE, TanhNormal, squashed_log_prob, unsquash
 
 TINY = np.finfo(np.float32).tiny
+SMALLEST = float(TINY)
 FEW = 8
 """So many numbers are handled one by one in less time than it takes to call numpy."""
 SEVERAL = 32
@@ -128,6 +129,8 @@ class CategoricalStage(SamplingStage):
         self._shape = self._params[0].shape
         self._one_hot = np.eye(self._shape[-1], dtype=self._action.dtype) if self._action.ndim == 2 else None
         self._is_plain = self._one_hot is None and len(self._params) == 1
+        self._is_single = False
+        """Whether the slot is one frame of few choices, which is chosen without numpy."""
 
     @property
     def fits(self) -> bool:
@@ -142,11 +145,18 @@ class CategoricalStage(SamplingStage):
             if self._noise is None or len(self._noise) != steps:
                 self._drawn = torch.empty(steps, *self._shape, dtype=torch.float32, device="cpu")
                 self._noise, self._least = self._drawn.numpy(), np.full((1, *self._shape), TINY)
+                self._is_single = self._is_plain and self._noise.size == self._shape[1] <= FEW
             self._drawn.exponential_(generator=generator)
-            np.maximum(self._noise, self._least, out=self._noise)  # or the logarithm of zero would be warned of
-            np.log(self._noise, self._noise)
+            if not self._is_single:
+                np.maximum(self._noise, self._least, out=self._noise)  # or the logarithm of zero would be warned of
+                np.log(self._noise, self._noise)
 
     def _act(self, params: list[np.ndarray], noise: np.ndarray | None, action: np.ndarray) -> None:
+        if self._is_single and noise is not None:
+            drawn = zip(params[0].tolist()[0], noise.tolist()[0], strict=True)
+            values = [logit - math.log(max(one, SMALLEST)) for logit, one in drawn]
+            action[0] = values.index(max(values))
+            return
         scores = params[0] if len(params) == 1 else np.where(params[1], params[0], -np.inf)
         if self._ties:
             np.equal(scores, scores.max(1, keepdims=True), action)

@@ -347,27 +347,32 @@ class RolloutLoop:
         return cut
 
     def _count(self, slot: Slot, steps: int, ended: np.ndarray | None, real: np.ndarray | None) -> Receipt:
-        stats, meter = self.stats, self.lanes.meter
-        frames = slot.lanes * steps if real is None else int(real.sum())
+        stats, meter, frames = self.stats, self.lanes.meter, slot.lanes * steps
+        if real is not None:
+            stats.idle_frames += frames
+            frames = int(real.sum())
+            stats.idle_frames -= frames
         stats.frames += frames
-        stats.idle_frames += slot.lanes * steps - frames
         stats.batches += 1
-        bound = slot.bound if steps == slot.steps else None
-        rewards = None if bound is None else bound.rewards
+        bound = slot.bound
+        if bound is not None and steps == slot.steps:
+            rewards, sizes = bound.rewards, bound.sizes
+        else:
+            rewards, sizes = None, self._sizes(slot, steps)
         if rewards is None:
             rewards = self._rewards(slot, steps)
         if ended is None:
             meter.go_on(rewards)
         else:
             meter.measure(self._by_lane(rewards), ended, real, stats, self._broken())
-        sizes = self._sizes(slot, steps) if bound is None else bound.sizes
         for size in sizes:
             found = size()
             if found != found:
                 self._warn_of_nan(slot, steps, sizes)
                 break
-        self.steps += steps
-        return Receipt(steps, frames, self._acting, self.steps - steps, None, stats.frames)
+        begun = self.steps
+        self.steps = begun + steps
+        return Receipt(steps, frames, self._acting, begun, None, stats.frames)
 
     def _rewards(self, slot: Slot, steps: int) -> np.ndarray:
         """The rewards of the first steps, by row and time."""

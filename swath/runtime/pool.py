@@ -220,14 +220,6 @@ class Pool(Generic[W]):
         if self._restarting.get(index, me := threading.get_ident()) == me:  # else who restarts it sends all there is
             self.carrier.send(index, message)
 
-    def do(self, work: W) -> list[W]:
-        """Have a worker do `work`, wait for it and take it; nothing, if it is lost or was given up meanwhile."""
-        self.issue(work)
-        while not work.is_over:
-            self.attend(LOOK_S)
-        with self.section.lock:  # a thread that gives up work takes and marks it in one
-            return [work] if self.take(work) else []
-
     def outstanding(self, index: int) -> int:
         """How many pieces of work the worker has not finished."""
         return len(self._outstanding[index])
