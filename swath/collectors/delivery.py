@@ -319,9 +319,16 @@ class Barrier(Delivery):
             self._void(done)
 
     def _collected(self, parts: list[Part]) -> list[Part]:
-        with self.pool.section if len(parts) > 1 else self.pool.section.lock:  # all at once, see `Pool.ask`
+        pool = self.pool
+        if len(parts) == 1 and self._threshold is None:  # the same in fewer steps: there may be a batch for each frame
+            pool.issue(parts[0])
+            while not parts[0].is_over:
+                pool.attend(LOOK_S)
+            with pool.section.lock:
+                return parts if pool.take(parts[0]) else []
+        with pool.section:  # all at once, see `Pool.ask`
             for part in parts:
-                self.pool.issue(part)
+                pool.issue(part)
         enough = None if self._threshold is None else int(len(parts) * self._threshold)
         while not all(map(OVER, parts)):
             if enough is not None and sum(part.is_over for part in parts) >= enough:

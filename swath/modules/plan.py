@@ -225,10 +225,9 @@ class Composition:
         return RemovableHandle.next_id, sum(map(len, self._attributes))
 
     def _places(self) -> list[Any]:
-        """Where weights lie, and what would change if they were seen in another way there: cut, or transposed."""
+        """Where weights lie, and how they are seen there: transposed, for instance."""
         places: list[Any] = list(map(Tensor.data_ptr, self._weights))
-        places += map(Tensor.numel, self._weights)
-        places += map(Tensor.is_contiguous, self._weights)
+        places += map(Tensor.stride, self._weights)
         return places
 
     def _additions(self) -> list[Any]:
