@@ -39,8 +39,7 @@ class Part(Work):
     claim: object = None
 
     def __init__(self, index: int, request: object, steps: int, version: int, place: Place | None = None) -> None:
-        self.index, self.request, self.place = index, request, place
-        self.steps, self.version = steps, version
+        self.index, self.request, self.steps, self.version, self.place = index, request, steps, version, place
 
     @property
     def frames(self) -> int:
@@ -204,10 +203,11 @@ class Delivery(ABC):
         self.batches += 1
 
     def _spend(self, index: int, frames: int) -> None:
+        counted = self._counted
         with self.pool.section.lock:
-            self.budget.spend(frames)
-            if index in self._counted:
-                self._counted[index] += frames
+            self.budget.spent += frames
+            if index in counted:
+                counted[index] += frames
 
     def _is_random(self, frames: int) -> bool:
         """Whether a batch is to be random when so many frames were collected before."""
@@ -225,9 +225,9 @@ class Delivery(ABC):
         return self._arenas[key]
 
     def _part(self, index: int, steps: int, random: bool, arena: Arena, slot: Slot, row: int | None = None) -> Part:
-        lanes, work = self.terms.lanes, AT_RANDOM if random else BY_POLICY
-        place = slot.whole if row is None else slot.place(row * lanes, lanes)
-        part = Part(index, work, steps, self.terms.version(), place)
+        terms, work = self.terms, AT_RANDOM if random else BY_POLICY
+        place = slot.whole if row is None else slot.place(row * terms.lanes, terms.lanes)
+        part = Part(index, work, steps, terms.version(), place)
         part.arena, part.slot, part.row, part.claim = arena, slot, row, slot.claim
         return part
 
@@ -291,9 +291,9 @@ class Barrier(Delivery):
             arena = self._arena(("all", len(shares)), (len(shares), *own))
             slot = arena.acquire(next(iter(shares.values())))
             return [self._part(i, n, random, arena, slot, row) for row, (i, n) in enumerate(shares.items())]
-        parts = []
+        parts, arenas = [], self._arenas
         for index, steps in shares.items():
-            arena = self._arena(index, own)
+            arena = arenas.get(index) or self._arena(index, own)
             parts.append(self._part(index, steps, random, arena, arena.acquire(steps)))
         return parts
 

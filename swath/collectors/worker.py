@@ -159,7 +159,7 @@ class EngineJob(Reflection):
         """Run `engine`, and let the pool see how it is doing through `link`."""
         self.engine, self.worker_idx = engine, worker_idx
         self.env, self.replay_buffer = engine.env, engine.settings.replay_buffer
-        self._link = link
+        self._link, self._is_local = link, link.is_local
         self._weights = Subscriber()
         self._profiler: ProfilingHook | None = None
         self._watch = StepWatch(link, engine.settings.interruptor)
@@ -271,7 +271,8 @@ class EngineJob(Reflection):
 
     def work(self, order: Order, has_questions: Callable[[], bool]) -> Receipt:
         """Collect."""
-        self._watch.ticket, self._watch.has_questions = order.ticket, has_questions
+        watch = self._watch
+        watch.ticket, watch.has_questions = order.ticket, has_questions
         match order.work:
             case Collect(random=random):
                 receipt = self._collect(order, random)
@@ -279,13 +280,14 @@ class EngineJob(Reflection):
                 receipt = self._fill(steps, batch)
             case _:
                 raise TypeError(f"A worker cannot understand {order.work!r}.")
-        if not self._link.is_local:  # there, numbers are computed when they are looked at
+        if not self._is_local:  # there, numbers are computed when they are looked at
             self._report()
         return receipt
 
     def _collect(self, order: Order, random: bool) -> Receipt:
         assert order.place is not None
-        self.adopt()
+        if self._weights.is_behind:
+            self.adopt()
         memory = self._link.memory(order.place)
         slot = self._slots.get(memory)
         if slot is None:
@@ -294,11 +296,11 @@ class EngineJob(Reflection):
             slot = Slot.over(memory, self.engine.batch_size)
             if self._is_on_cpu:  # elsewhere none is used twice
                 self._slots[memory] = slot
-        can_write = self._link.is_local or self._is_on_cpu
-        is_handed_out = self._link.is_local and memory is order.place.memory
-        if can_write and (is_handed_out or self.engine.settings.post_collect_hook is None):
-            return self.engine.collect(slot, random=random)
-        return self.engine.collect_elsewhere(slot, random=random)
+        is_here, engine = self._is_local, self.engine
+        is_handed_out = is_here and memory is order.place.memory
+        if (is_here or self._is_on_cpu) and (is_handed_out or engine.settings.post_collect_hook is None):
+            return engine.collect(slot, random=random)
+        return engine.collect_elsewhere(slot, random=random)
 
     def _fill(self, steps: int, batch: int) -> Receipt:
         receipts: list[Receipt] = []

@@ -215,6 +215,8 @@ class Arena:
     def delivered(self, slot: Slot) -> None:
         """All that is to be written to the slot has been."""
         block = slot.memory.block
-        if block is not None and (len(self) > FEW or is_scarce(block.fd)):
+        if block is None:  # private, as in this process
+            return
+        if len(self) > FEW or is_scarce(block.fd):
             block.release()
             slot.is_retired = True

@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -72,6 +73,8 @@ class LocalCarrier:
         self.unreported_steps = board.unreported_steps
         self._links: dict[int, LocalLink] = {}
         self._sessions: dict[int, Session] = {}
+        self._mail: list[deque[Any]] = []
+        """Where anything but orders waits to be seen to, on either side."""
         self.is_at_work = False
         """Whether a worker has begun to work, and whoever lets it answer a question has come in between."""
 
@@ -79,13 +82,17 @@ class LocalCarrier:
         self.stop(index)
         self._board.clear(index)
         link = self._links[index] = LocalLink(self._board, index)
-        self._sessions[index] = Session(task, link)
+        session = self._sessions[index] = Session(task, link)
+        self._mail = [*self._mail, link.to_worker, link.to_pool, session.control]
         self.workers = sorted({*self.workers, index})
 
     def stop(self, index: int, timeout_s: float = 0.0) -> None:
         session = self._sessions.pop(index, None)
         if session is not None:
             self.workers = [worker for worker in self.workers if worker != index]
+            link = self._links[index]
+            gone = (link.to_worker, link.to_pool, session.control)
+            self._mail = [one for one in self._mail if not any(one is other for other in gone)]
             session.job.stop()
 
     def shutdown(self, timeout_s: float | None = None) -> None:
@@ -109,11 +116,7 @@ class LocalCarrier:
     @property
     def has_mail(self) -> bool:
         """Whether anything but orders waits to be seen to, on either side."""
-        for index, session in list(self._sessions.items()):
-            link = self._links[index]
-            if link.to_worker or link.to_pool or session.control:
-                return True
-        return False
+        return any(self._mail)
 
     def let_work(
         self,
