@@ -250,6 +250,8 @@ def _settings_of(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     if isinstance(module, TensorDictModule):
         names = ("module", "method") if "module" in vars(module) else ("method",)  # modules are kept elsewhere
         return [(vars(module), name) for name in names]
+    if isinstance(module, nn.RNNBase):
+        return [(vars(module), name) for name in ("training", "dropout")]
     if type(module).__module__.startswith("torch.nn."):
         return [(vars(module), "training")] if type(module) is nn.Dropout else []
     own = vars(module)  # at which a forward of its own may look

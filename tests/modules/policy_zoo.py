@@ -369,6 +369,31 @@ class Layered(nn.Module):
         return out.squeeze(-2), state.transpose(0, 1)
 
 
+class LongShort(nn.Module):
+    """An nn.LSTM of two layers, a step at a time, and a head, with states `[lanes, layers, hidden]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(SIZE, HIDDEN, num_layers=2), nn.Linear(HIDDEN, CHOICES)
+
+    def forward(self, observation: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        states = (hidden.permute(1, 0, 2).contiguous(), cell.permute(1, 0, 2).contiguous())
+        out, (hidden, cell) = self.lstm(observation.unsqueeze(0), states)
+        return self.head(out[-1]), hidden.transpose(0, 1), cell.transpose(0, 1)
+
+
+class Forgetful(nn.Module):
+    """A GRU cell that looks by itself where an episode begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(SIZE, HIDDEN, bias=False), nn.Linear(HIDDEN, CHOICES)
+
+    def forward(self, observation: Tensor, is_init: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.cell(observation, torch.where(is_init, torch.zeros_like(hidden), hidden))
+        return self.head(hidden), hidden
+
+
 class LSTM(nn.Module):
     """An LSTM cell with its two states as arguments."""
 
@@ -408,6 +433,16 @@ def layered_policy(convention: str) -> Any:
     )
 
 
+def long_short_policy(convention: str) -> Any:
+    out_keys = ["action", as_written("hidden", convention), as_written("cell", convention)]
+    return TensorDictModule(LongShort(), in_keys=["observation", "hidden", "cell"], out_keys=out_keys)
+
+
+def forgetful_policy(convention: str) -> Any:
+    out_keys = ["action", as_written("hidden", convention)]
+    return TensorDictModule(Forgetful(), in_keys=["observation", "is_init", "hidden"], out_keys=out_keys)
+
+
 def sampling_policy(convention: str) -> Any:
     hidden = as_written("hidden", convention)
     return ProbabilisticTensorDictSequential(
@@ -437,6 +472,8 @@ RECURRENT: dict[str, Callable[[str], Any]] = {
     "GRU cell": gru_policy,
     "LSTM cell": lstm_policy,
     "nn.GRU": layered_policy,
+    "nn.LSTM": long_short_policy,
+    "GRU cell on is_init": forgetful_policy,
     "sampling GRU": sampling_policy,
     "on is_init": Resetting,
 }
