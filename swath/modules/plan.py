@@ -18,12 +18,12 @@ from swath.envs.rows import Rows
 from swath.keys import Key, as_key
 from swath.modules.composite import composite_stage
 from swath.modules.exploration import acting_type
+from swath.modules.families import draws_once, params_of, sampling_stage
 from swath.modules.mlp import mlp_stage
 from swath.modules.parts import Writes, acts_as, declared_by, keeps_nothing, overlap, parts_of
 from swath.modules.peer_parts import peer_stage
 from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
-from swath.modules.sampling import draws_once, params_of, sampling_stage
 from swath.modules.settled import is_setting
 from swath.modules.stages import DistributionStage, RandomStage, Stage, TensorDictStage, TorchStage
 from swath.modules.traced import traced_stage

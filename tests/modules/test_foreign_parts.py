@@ -38,7 +38,7 @@ class ValueHead(TensorDictModuleBase):
 KNOWN = [
     name
     for name, case in zoo.ZOO.items()
-    if case.stages[-1].removesuffix("Stage") in ("Categorical", "Normal", "Delta")
+    if case.stages[-1].removesuffix("Stage") in ("Categorical", "Normal", "Delta", "Built")
 ]
 KNOWN.remove("categorical that hides")  # from the parts behind it, too: the sequence is called as a whole
 
