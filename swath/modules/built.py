@@ -18,6 +18,9 @@ from swath.modules.builders import Recipe, is_formula, recipe_of
 from swath.modules.sampling import TINY, Family, SamplingStage
 from swath.modules.tanh_normal import EDGE
 
+MARGIN = 1e-6
+"""TorchRL's TruncatedNormal keeps probabilities, and scales, this far from zero."""
+
 
 class BuiltStage(SamplingStage):
     """Location plus scale times noise, or those of one of several, and then what is done to it."""
@@ -83,8 +86,8 @@ class BuiltStage(SamplingStage):
         for ends in self._changes:
             if ends is None:
                 np.tanh(action, action)
-                np.minimum(action, EDGE, action)  # what lies on an end could not be traced back
-                np.maximum(action, -EDGE, action)
+                np.minimum(action, EDGE, out=action)  # what lies on an end could not be traced back
+                np.maximum(action, -EDGE, out=action)
             else:
                 np.multiply(action, ends[1], action)
                 np.add(action, ends[0], action)
@@ -98,3 +101,46 @@ class BuiltStage(SamplingStage):
         *params, action = values
         built = self._build(params)
         return None if self._log_prob is None else built.log_prob(torch.from_numpy(action)).numpy()
+
+
+class TruncatedStage(BuiltStage):
+    """TorchRL's TruncatedNormal: a normal variable between two ends, by its quantiles."""
+
+    def _look(self) -> None:
+        """See where the ends are now."""
+        given = self._module.distribution_kwargs
+        self._given = {} if given is None else dict(given.items())
+        ends = (self._given.get("low", -1.0), self._given.get("high", 1.0))
+        self._ends = [torch.as_tensor(end, device="cpu").detach().float().numpy() for end in ends]
+
+    @property
+    def fits(self) -> bool:
+        """Whether all are vectors, and the ends are the same for all lanes."""
+        spread = all(end.shape in ((), (1,), self._action.shape[1:]) for end in self._ends)
+        return spread and self._action.ndim > 1 and len({(row.shape, row.dtype) for row in self._rows}) == 1
+
+    def begin(self, steps: int, generator: torch.Generator | None) -> None:
+        """Draw which quantiles."""
+        self._look()
+        drawn = torch.empty(steps, *self._action.shape, dtype=torch.float32, device="cpu")
+        self._noise = drawn.uniform_(MARGIN, 1 - MARGIN, generator=generator).numpy()
+
+    def _act(self, params: list[np.ndarray], noise: np.ndarray | None, action: np.ndarray) -> None:
+        loc, scale = params[0], np.maximum(params[1], MARGIN)
+        below, above = (_share((end - loc) / scale) for end in self._ends)
+        quantile = _within(below + noise * _within(above - below))
+        # numpy has no error function; torch's, on so few numbers, is called in this thread.
+        np.multiply(torch.from_numpy(2 * quantile - 1).erfinv_().numpy(), scale * np.float32(math.sqrt(2)), action)
+        np.add(action, loc, action)
+        np.maximum(action, self._ends[0], out=action)
+        np.minimum(action, self._ends[1], out=action)
+
+
+def _share(x: np.ndarray) -> np.ndarray:
+    """How much of a standard normal distribution lies below `x`."""
+    return _within(0.5 * (1 + torch.from_numpy(x * np.float32(math.sqrt(0.5))).erf_().numpy()))
+
+
+def _within(share: np.ndarray) -> np.ndarray:
+    found: np.ndarray = np.minimum(np.maximum(share, MARGIN), 1 - MARGIN)
+    return found

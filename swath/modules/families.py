@@ -13,7 +13,7 @@ from torch import distributions as D
 
 from swath.keys import Key, as_key
 from swath.modules.builders import builds_independent_normals, is_formula
-from swath.modules.built import BuiltStage
+from swath.modules.built import BuiltStage, TruncatedStage
 from swath.modules.parts import name_of
 from swath.modules.sampling import CategoricalStage, DeltaStage, Family, NormalStage, SamplingStage
 from swath.modules.tanh_normal import TanhNormal
@@ -48,6 +48,7 @@ PEERS = "torchrl.modules.distributions."
 PEER_FAMILIES: dict[tuple[str | None, str | None], Family] = {
     (PEERS + "continuous", "TanhNormal"): replace(_SQUASHED, greedy=(DETERMINISTIC,)),
     (PEERS + "continuous", "IndependentNormal"): _INDEPENDENT,
+    (PEERS + "continuous", "TruncatedNormal"): Family(("loc", "scale"), (), TruncatedStage, frozenset({"low", "high"})),
     (PEERS + "continuous", "Delta"): _DELTA,
     (PEERS + "discrete", "OneHotCategorical"): replace(_ONE_HOT, ties=True),
     (PEERS + "discrete", "MaskedCategorical"): replace(_INDEX, params=("logits", "mask")),
