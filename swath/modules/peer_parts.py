@@ -96,6 +96,24 @@ class GaussianNoiseStage(RowsStage):
         np.clip(action, *self._bounds, out=action)
 
 
+class ProjectionStage(RowsStage):
+    """Keeps entries within their bounds, as parts do that were made with safe=True."""
+
+    def __init__(self, part: Any, keys: list[Key], rows: list[np.ndarray]) -> None:
+        """Do so for `keys` of the part's spec."""
+        super().__init__(part, rows)
+        self._keys = keys
+
+    def begin(self, steps: int, generator: torch.Generator | None) -> None:
+        """Look up the bounds."""
+        spaces = [self._part.spec[key].space for key in self._keys]
+        self._bounds = [(space.low.numpy(), space.high.numpy()) for space in spaces]
+
+    def _work(self, rows: list[np.ndarray], noise: list[np.ndarray]) -> None:
+        for row, bounds in zip(rows, self._bounds, strict=True):
+            np.clip(row, *bounds, out=row)
+
+
 class OneStep(nn.Module):
     """One time step of an nn.LSTM or nn.GRU whose states `[N, layers, hidden]` come lane by lane."""
 
@@ -212,13 +230,30 @@ def _gaussian_noise(part: Any, reads: Arrays, writes: Arrays, exploration: Inter
     action = writes.get(as_key(part.action_key))
     if action is None or action.dtype != np.float32 or part.sigma.device.type != "cpu":
         return None
-    if _kind_of_spec(part) not in ("Bounded", "BoundedContinuous"):
+    if _kind_of_spec(part) not in BOUNDED:
         return None
-    space = part.spec[part.action_key].space
-    fits = all(
-        end.device.type == "cpu" and _spreads(tuple(end.shape), action.shape[1:]) for end in (space.low, space.high)
-    )
-    return GaussianNoiseStage(part, [action]) if fits else None
+    return GaussianNoiseStage(part, [action]) if _has_shared_bounds(part.spec[part.action_key].space, action) else None
+
+
+def is_kept_safe(part: Any) -> bool:
+    """Whether TorchRL has hooked to `part`, with safe=True, what keeps its results to its spec, and nobody else has."""
+    hooks = [] if part._forward_pre_hooks else list(part._forward_hooks.values())
+    return bool(hooks) and all(name_of(hook) == SAFE for hook in hooks)
+
+
+def projection_stage(part: Any, writes: Arrays) -> Stage | None:
+    """A stage that does what this hook does, behind the part's own; None if it has to be called."""
+    if not is_kept_safe(part) or part.spec is None:
+        return None
+    specs = {as_key(key): part.spec[key] for key in part.spec.keys(True, True)}
+    specs = {key: spec for key, spec in specs.items() if spec is not None}
+    if any(_kind_of(spec) not in BOUNDED or key not in writes for key, spec in specs.items()):
+        return None
+    rows = [writes[key] for key in specs]
+    for row, spec in zip(rows, specs.values(), strict=True):
+        if row.dtype.kind != "f" or not _has_shared_bounds(spec.space, row):
+            return None
+    return ProjectionStage(part, list(specs), rows)
 
 
 def _recurrent(part: Any, reads: Arrays, writes: Arrays, exploration: InteractionType | None) -> Stage | None:
@@ -234,15 +269,24 @@ def _recurrent(part: Any, reads: Arrays, writes: Arrays, exploration: Interactio
     return RecurrentStage(network, inputs, outputs) if is_plain and len(outputs) == len(inputs) - 1 else None
 
 
-def _spreads(shape: tuple[int, ...], event: tuple[int, ...]) -> bool:
-    """Whether bounds of `shape` are the same for all lanes."""
-    return shape in (event, ())
+def _has_shared_bounds(space: Any, row: np.ndarray) -> bool:
+    """Whether the bounds lie here, and are the same for all lanes."""
+    ends = (space.low, space.high)
+    return all(end.device.type == "cpu" and tuple(end.shape) in (row.shape[1:], ()) for end in ends)
 
 
 def _kind_of_spec(part: Any) -> str | None:
     """The name of the class of the action's spec."""
-    module, name = name_of(type(part.spec[part.action_key])) if part.spec is not None else (None, None)
+    return None if part.spec is None else _kind_of(part.spec[part.action_key])
+
+
+def _kind_of(spec: Any) -> str | None:
+    module, name = name_of(type(spec))
     return name if module == "torchrl.data.tensor_specs" else None
+
+
+SAFE = ("torchrl.modules.tensordict_module.common", "_forward_hook_safe_action")
+BOUNDED = ("Bounded", "BoundedContinuous")
 
 
 PEER_PARTS: dict[tuple[str | None, str | None], Callable[..., Stage | None]] = {

@@ -188,6 +188,37 @@ def test_actor_value_operator() -> None:
     assert_same(batch["action_log_prob"], D.Categorical(logits=batch["logits"]).log_prob(batch["action"]))
 
 
+@pytest.mark.parametrize("options", [{}, {"fast_policy": False}])
+def test_results_that_are_kept_to_their_spec(options: Any) -> None:
+    """Which is a hook of TorchRL's; log-probs are of what was sampled before."""
+    space = specs.Bounded(-0.3, 0.4, (1,))
+    actor = peer.Actor(mlp(3, 1), in_keys=["observation"], spec=space, safe=True)
+    collector, batch = begun(actor, "Pendulum-v1", **options)
+    assert_same(batch["action"], replayed(actor, batch)["action"])
+    assert options or collector.policy_stages == ["MLPStage", "ProjectionStage"]
+    net = nn.Sequential(mlp(3, 2), NormalParamExtractor())
+    drawing = peer.ProbabilisticActor(
+        peer.SafeModule(net, in_keys=["observation"], out_keys=["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        distribution_class=peer.IndependentNormal,
+        return_log_prob=True,
+        spec=space,
+        safe=True,
+    )
+    collector, batch = begun(drawing, "Pendulum-v1", **options)
+    assert options or collector.policy_stages == ["MLPStage", "NormalStage", "ProjectionStage"]
+    assert (batch["action"].min(), batch["action"].max()) == (torch.tensor(-0.3), torch.tensor(0.4))
+    wanted = drawing.get_dist(batch).log_prob(batch["action"])
+    is_inside = ((batch["action"] > -0.3) & (batch["action"] < 0.4)).squeeze(-1)
+    assert_same(batch["action_log_prob"][is_inside], wanted[is_inside])
+    assert (batch["action_log_prob"] - wanted)[~is_inside].abs().min() > 1e-6
+    seen = list[int]()
+    handle = drawing[-1].register_forward_hook(lambda *args: seen.append(1))
+    collector.next()
+    assert len(seen) == STEPS
+    handle.remove()
+
+
 def test_a_value_of_observation_and_action() -> None:
     """TorchRL's MLP joins what it is given."""
     value = peer.ValueOperator(mlp(4, 1), in_keys=["observation", "action"])
