@@ -15,7 +15,8 @@ from tensordict.nn import (
 )
 
 from swath.keys import Key, as_key, as_path
-from swath.modules.sampling import SamplingStage, has_own_generator, sampling_stage
+from swath.modules.families import has_own_generator, sampling_stage
+from swath.modules.sampling import SamplingStage
 from swath.modules.stages import Filled, Stage
 
 

@@ -125,6 +125,20 @@ def _is_peers(module: nn.Module) -> bool:
     return name_of(type(module)) == ("torchrl.modules.models.models", "MLP") and isinstance(module.out_features, int)
 
 
+def blocks_of(lanes: int, inputs: int, outputs: int) -> list[slice]:
+    """The blocks of outputs in which a product is done; see NOTE [BLAS threads]."""
+    width = max(1, MAX_IN_THREAD // (lanes * inputs))
+    width = outputs if outputs <= width else width - width % 16 or width  # whole vectors are quicker
+    return [slice(start, start + width) for start in range(0, outputs, width)]
+
+
+def products(x: np.ndarray, weight: np.ndarray, out: np.ndarray, blocks: list[slice]) -> list[Operation]:
+    """What multiplies `x` `[n, in]` by `weight` `[in, out]`."""
+    if len(blocks) == 1:
+        return [partial(x.dot, weight, out)]
+    return [partial(np.matmul, x, weight[:, block], out[:, block]) for block in blocks]
+
+
 class Layer:
     """A linear layer with its activations, on a private copy of the parameters."""
 
@@ -132,9 +146,7 @@ class Layer:
         self._linear = linear
         weight = linear.weight.detach().numpy()
         outputs, inputs = weight.shape  # not what the module says, if it was given another weight
-        width = max(1, MAX_IN_THREAD // (lanes * inputs))
-        width = outputs if outputs <= width else width - width % 16 or width  # whole vectors are quicker
-        self._blocks = [slice(start, start + width) for start in range(0, outputs, width)]
+        self._blocks = blocks_of(lanes, inputs, outputs)
         # For one lane a product is as quick in either order, and copying much quicker in the one that torch has.
         self._weight = np.empty((inputs, outputs), weight.dtype, order="F" if lanes == 1 else "C")
         self._bias = None if linear.bias is None else np.empty((lanes, outputs), weight.dtype)
@@ -154,14 +166,12 @@ class Layer:
             self._bias[:] = self._now[1]
 
     def operations(self, x: np.ndarray, out: np.ndarray, is_live: bool) -> list[Operation]:
-        """What turns `x` `[n, in]` into `out` `[n, out]`; see NOTE [BLAS threads].
+        """What turns `x` `[n, in]` into `out` `[n, out]`.
 
         If it `is_live`, with the weight (and for one lane the bias) as it is when it runs, and not as it was fetched.
         """
         weight = self._now[0].T if is_live else self._weight
-        operations: list[Operation] = [partial(x.dot, weight, out)]
-        if len(self._blocks) > 1:
-            operations = [partial(np.matmul, x, weight[:, block], out[:, block]) for block in self._blocks]
+        operations = products(x, weight, out, self._blocks)
         if self._bias is not None:
             is_one = is_live and len(self.out) == 1
             operations.append(partial(np.add, out, self._now[1][None] if is_one else self._bias[: len(out)], out))
@@ -371,18 +381,22 @@ def agrees(stage: ArrayStage, module: nn.Module, sources: list[np.ndarray], targ
     saved = [array.copy() for array in (*sources, *targets)]
     for number, source in enumerate(sources):
         # A fixed grid rather than random numbers: making a plan must not move anyone's generator.
-        source[:] = np.sin(np.arange(source.size) * (1.7 + number)).reshape(source.shape) * 3.0
-    with torch.no_grad():
-        wanted = module(*map(torch.from_numpy, sources))
-    stage.run(0)
-    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-    same = all(_is_close(t, w.numpy()) for t, w in zip(targets, wanted, strict=True))
-    for array, before in zip((*sources, *targets), saved, strict=True):
-        array[:] = before
-    return same
+        wave = np.sin(np.arange(source.size) * (1.7 + number)).reshape(source.shape) * 3.0
+        source[:] = wave if source.dtype != bool else wave > 0
+    try:
+        with torch.no_grad():
+            wanted = module(*map(torch.from_numpy, sources))
+        stage.run(0)
+        wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+        return all(_is_close(t, w.numpy()) for t, w in zip(targets, wanted, strict=True))
+    finally:
+        for array, before in zip((*sources, *targets), saved, strict=True):
+            array[:] = before
 
 
 def _is_close(found: np.ndarray, wanted: np.ndarray) -> bool:
     """Whether nothing but rounding differs, which grows with the numbers that were added up."""
+    if found.dtype == bool or wanted.dtype == bool:
+        return np.array_equal(found, wanted)
     size = max(1.0, float(np.abs(wanted[np.isfinite(wanted)]).max(initial=0.0)))
     return found.shape == wanted.shape and np.allclose(found, wanted, rtol=1e-5, atol=1e-5 * size, equal_nan=True)

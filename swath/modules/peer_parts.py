@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from swath.keys import IS_INIT, Key, as_key
 from swath.modules.parts import name_of
 from swath.modules.stages import Stage
+from swath.modules.traced import trace
 
 
 class RowsStage(Stage):
@@ -95,35 +96,85 @@ class GaussianNoiseStage(RowsStage):
         np.clip(action, *self._bounds, out=action)
 
 
+class ProjectionStage(RowsStage):
+    """Keeps entries within their bounds, as parts do that were made with safe=True."""
+
+    def __init__(self, part: Any, keys: list[Key], rows: list[np.ndarray]) -> None:
+        """Do so for `keys` of the part's spec."""
+        super().__init__(part, rows)
+        self._keys = keys
+
+    def begin(self, steps: int, generator: torch.Generator | None) -> None:
+        """Look up the bounds."""
+        spaces = [self._part.spec[key].space for key in self._keys]
+        self._bounds = [(space.low.numpy(), space.high.numpy()) for space in spaces]
+
+    def _work(self, rows: list[np.ndarray], noise: list[np.ndarray]) -> None:
+        for row, bounds in zip(rows, self._bounds, strict=True):
+            np.clip(row, *bounds, out=row)
+
+
+class OneStep(nn.Module):
+    """One time step of an nn.LSTM or nn.GRU whose states `[N, layers, hidden]` come lane by lane."""
+
+    def __init__(self, network: nn.RNNBase) -> None:
+        """Step `network`, which has the lanes as its first dimension."""
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        """The features and the states after."""
+        before = tuple(state.transpose(0, 1).contiguous() for state in states)  # [layers, N, hidden]
+        features, after = self.network(x.unsqueeze(1), before if len(before) > 1 else before[0])
+        after = after if isinstance(after, tuple) else (after,)
+        return features.squeeze(1), *(state.transpose(0, 1) for state in after)
+
+
 class RecurrentStage(Stage):
-    """One step of an nn.LSTM or nn.GRU, called directly; where an episode begins, from zero."""
+    """One step of an nn.LSTM or nn.GRU; where an episode begins, from zero."""
 
     def __init__(self, network: nn.RNNBase, inputs: list[np.ndarray], outputs: list[np.ndarray]) -> None:
         """Inputs are `[N, in]`, the states `[N, layers, hidden]` and `is_init`; outputs the features and the states."""
-        self._network = network
-        self._begins = inputs[-1]
-        self._inputs, self._outputs = ([torch.from_numpy(row) for row in rows] for rows in (inputs[:-1], outputs))
+        x, *self._states, begins = inputs
+        self._begins = begins[:, 0]
+        self._fresh = [state.copy() for state in self._states]
+        """The states to start from."""
+        self._step = OneStep(network)
+        self._given, self._outputs = [x, *self._fresh], outputs
+        self._quick = trace(self._step, self._given, outputs, is_flat=True)
+
+    def begin(self, steps: int, generator: torch.Generator | None) -> None:
+        """Fetch the parameters."""
+        if self._quick is not None:
+            self._quick.begin(steps, generator)
 
     def run(self, t: int) -> None:
         """Step all lanes."""
-        for row, result in zip(self._outputs, self._step(self._inputs, self._begins), strict=True):
-            row.copy_(result)
+        has_begun = self._begins.any()
+        for fresh, state in zip(self._fresh, self._states, strict=True):
+            np.copyto(fresh, state)
+            if has_begun:
+                fresh[self._begins] = 0.0
+        if self._quick is not None:
+            self._quick.run(t)
+        else:
+            self._call(slice(None))
 
     def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
         """Step some lanes."""
-        some = [row[lanes] for row in self._inputs]
-        for row, result in zip(self._outputs, self._step(some, self._begins[lanes]), strict=True):
-            row[lanes] = result
+        for fresh, state in zip(self._fresh, self._states, strict=True):
+            fresh[lanes] = state[lanes]
+            fresh[self._begins] = 0.0
+        if self._quick is not None:
+            self._quick.run_on(lanes, times)
+        else:
+            self._call(lanes)
 
-    def _step(self, inputs: list[Tensor], begins: np.ndarray) -> list[Tensor]:
-        x, *states = inputs
-        if begins.any():
-            fresh = torch.from_numpy(begins).unsqueeze(-1)  # [n, 1, 1]
-            states = [torch.where(fresh, 0.0, state) for state in states]
-        hidden = tuple(state.transpose(0, 1).contiguous() for state in states)  # [layers, n, hidden]
-        features, after = self._network(x.unsqueeze(1), hidden if len(hidden) > 1 else hidden[0])
-        after = after if isinstance(after, tuple) else (after,)
-        return [features.squeeze(1), *(state.transpose(0, 1) for state in after)]
+    def _call(self, lanes: slice | np.ndarray) -> None:
+        """Let torch do it, as it does a large network in less time."""
+        results = self._step(*(torch.from_numpy(row[lanes]) for row in self._given))
+        for row, result in zip(self._outputs, results, strict=True):
+            row[lanes] = result.numpy()
 
 
 class IdleStage(Stage):
@@ -179,13 +230,30 @@ def _gaussian_noise(part: Any, reads: Arrays, writes: Arrays, exploration: Inter
     action = writes.get(as_key(part.action_key))
     if action is None or action.dtype != np.float32 or part.sigma.device.type != "cpu":
         return None
-    if _kind_of_spec(part) not in ("Bounded", "BoundedContinuous"):
+    if _kind_of_spec(part) not in BOUNDED:
         return None
-    space = part.spec[part.action_key].space
-    fits = all(
-        end.device.type == "cpu" and _spreads(tuple(end.shape), action.shape[1:]) for end in (space.low, space.high)
-    )
-    return GaussianNoiseStage(part, [action]) if fits else None
+    return GaussianNoiseStage(part, [action]) if _has_shared_bounds(part.spec[part.action_key].space, action) else None
+
+
+def is_kept_safe(part: Any) -> bool:
+    """Whether TorchRL has hooked to `part`, with safe=True, what keeps its results to its spec, and nobody else has."""
+    hooks = [] if part._forward_pre_hooks else list(part._forward_hooks.values())
+    return bool(hooks) and all(name_of(hook) == SAFE for hook in hooks)
+
+
+def projection_stage(part: Any, writes: Arrays) -> Stage | None:
+    """A stage that does what this hook does, behind the part's own; None if it has to be called."""
+    if not is_kept_safe(part) or part.spec is None:
+        return None
+    specs = {as_key(key): part.spec[key] for key in part.spec.keys(True, True)}
+    specs = {key: spec for key, spec in specs.items() if spec is not None}
+    if any(_kind_of(spec) not in BOUNDED or key not in writes for key, spec in specs.items()):
+        return None
+    rows = [writes[key] for key in specs]
+    for row, spec in zip(rows, specs.values(), strict=True):
+        if row.dtype.kind != "f" or not _has_shared_bounds(spec.space, row):
+            return None
+    return ProjectionStage(part, list(specs), rows)
 
 
 def _recurrent(part: Any, reads: Arrays, writes: Arrays, exploration: InteractionType | None) -> Stage | None:
@@ -197,18 +265,28 @@ def _recurrent(part: Any, reads: Arrays, writes: Arrays, exploration: Interactio
         return None
     inputs, outputs = [reads[key] for key in read], [writes[key] for key in written if key in writes]
     is_plain = all(row.dtype == np.float32 for row in (*inputs[:-1], *outputs)) and inputs[0].ndim == 2
+    is_plain = is_plain and inputs[-1].shape == (len(inputs[0]), 1)
     return RecurrentStage(network, inputs, outputs) if is_plain and len(outputs) == len(inputs) - 1 else None
 
 
-def _spreads(shape: tuple[int, ...], event: tuple[int, ...]) -> bool:
-    """Whether bounds of `shape` are the same for all lanes."""
-    return shape in (event, ())
+def _has_shared_bounds(space: Any, row: np.ndarray) -> bool:
+    """Whether the bounds lie here, and are the same for all lanes."""
+    ends = (space.low, space.high)
+    return all(end.device.type == "cpu" and tuple(end.shape) in (row.shape[1:], ()) for end in ends)
 
 
 def _kind_of_spec(part: Any) -> str | None:
     """The name of the class of the action's spec."""
-    module, name = name_of(type(part.spec[part.action_key])) if part.spec is not None else (None, None)
+    return None if part.spec is None else _kind_of(part.spec[part.action_key])
+
+
+def _kind_of(spec: Any) -> str | None:
+    module, name = name_of(type(spec))
     return name if module == "torchrl.data.tensor_specs" else None
+
+
+SAFE = ("torchrl.modules.tensordict_module.common", "_forward_hook_safe_action")
+BOUNDED = ("Bounded", "BoundedContinuous")
 
 
 PEER_PARTS: dict[tuple[str | None, str | None], Callable[..., Stage | None]] = {

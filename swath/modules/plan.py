@@ -18,12 +18,12 @@ from swath.envs.rows import Rows
 from swath.keys import Key, as_key
 from swath.modules.composite import composite_stage
 from swath.modules.exploration import acting_type
+from swath.modules.families import draws_once, params_of, sampling_stage
 from swath.modules.mlp import mlp_stage
 from swath.modules.parts import Writes, acts_as, are_same, declared_by, keeps_nothing, overlap, parts_of
-from swath.modules.peer_parts import peer_stage
+from swath.modules.peer_parts import is_kept_safe, peer_stage, projection_stage
 from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
-from swath.modules.sampling import draws_once, params_of, sampling_stage
 from swath.modules.settled import is_setting
 from swath.modules.stages import DistributionStage, RandomStage, Stage, TensorDictStage, TorchStage
 from swath.modules.traced import traced_stage
@@ -69,6 +69,8 @@ class Planner:
         stages, written = list[Stage](), list[Key]()
         for index, (part, writes) in enumerate(parts):
             stages.append(self._stage(part, writes, written, parts[index + 1 :]))
+            if (projection := self._projection(part)) is not None:
+                stages.append(projection)
             written = [*written, *writes.leaves]
         return stages
 
@@ -82,6 +84,7 @@ class Planner:
         if self._writes is None:
             return "its first call was no plain sequence of its parts, or wrote what none of them declares"
         inside = {module for part in parts for module in _inside(part)}
+        inside |= {part for part in parts if self._projection(part) is not None}
         if is_altered(module for module in policy.modules() if module not in inside):
             # What is hooked to a part sees the TensorDict, and may do anything to it.
             return "it or a part of it has hooks or a forward of its own, or autocast is on"
@@ -90,6 +93,10 @@ class Planner:
         if acting_type() is None and sum(isinstance(p, ProbabilisticTensorDictModule) for p in parts) > 1:
             return "of several samplers, the sequence decides whose default counts"
         return list(zip(parts, self._writes, strict=True))
+
+    def _projection(self, part: Any) -> Stage | None:
+        """What keeps the results of `part` to its spec, if TorchRL was asked for that."""
+        return projection_stage(part, self._outputs.arrays) if self._fast and isinstance(part, nn.Module) else None
 
     def _stage(self, part: Any, writes: Writes, written: list[Key], later: Sequence[tuple[Any, Writes]]) -> Stage:
         """The quickest stage that does what `part` does, after others have `written`, and before the `later`."""
@@ -166,6 +173,8 @@ class Planner:
 
         Sampling stages may then check their parameters and compute log-probabilities for all steps at once.
         """
+        if is_kept_safe(part):
+            return False  # its action may be changed behind it
         used: list[Key] = [as_key(key) for key in part.in_keys]
         if part.return_log_prob:
             used.extend(declared_by(part))
@@ -269,6 +278,8 @@ def _settings_of(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     if isinstance(module, TensorDictModule):
         names = ("module", "method") if "module" in vars(module) else ("method",)  # modules are kept elsewhere
         return [(vars(module), name) for name in names]
+    if isinstance(module, nn.RNNBase):
+        return [(vars(module), name) for name in ("training", "dropout")]
     if _is_torchs(module):
         return [(vars(module), "training")] if type(module) is nn.Dropout else []
     own = vars(module)  # at which a forward of its own may look

@@ -11,22 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict.nn import InteractionType, ProbabilisticTensorDictModule
-from tensordict.nn.distributions import Delta, OneHotCategorical
 from torch import Tensor
-from torch import distributions as D
 
 from swath.keys import Key, as_key
-from swath.modules.builders import builds_independent_normals
 from swath.modules.judging import all_finite, log_total, must_hold
-from swath.modules.parts import name_of
 from swath.modules.stages import Filled, Stage
-from swath.modules.tanh_normal import EDGE, TanhNormal, squashed_log_prob, unsquash
+from swath.modules.tanh_normal import EDGE, squashed_log_prob, unsquash
 
 TINY = np.finfo(np.float32).tiny
 SMALLEST = float(TINY)
@@ -317,46 +313,10 @@ class DeltaStage(SamplingStage):
         return np.where(np.isfinite(values[0]).all(-1), np.inf, -np.inf)
 
 
-def params_of(module: ProbabilisticTensorDictModule) -> dict[str, Key]:
-    """The keys that the distribution's parameters are read from, by name."""
-    names = [name if isinstance(name, str) else str(name[-1]) for name in module.dist_keys]
-    return dict(zip(names, map(as_key, module.in_keys), strict=True))
-
-
-def sampling_stage(
-    module: ProbabilisticTensorDictModule,
-    reads: Mapping[Key, np.ndarray],
-    writes: Mapping[Key, np.ndarray],
-    exploration: InteractionType | None,
-    late: bool,
-) -> SamplingStage | None:
-    """A stage that samples as `module` does, and judges `late`, for the whole slot; None if the module has to do it."""
-    # What the distribution gets beside its parameters; it may be held in a TensorDict.
-    kwargs = {} if module.distribution_kwargs is None else dict(module.distribution_kwargs.items())
-    family = _family_of(module.distribution_class)
-    exploration = exploration or module.default_interaction_type
-    if family is None or exploration not in (InteractionType.RANDOM, *family.greedy) or not draws_once(module):
-        return None
-    if not {name for name, value in kwargs.items() if (name, value) not in IDLE} <= family.kwargs:
-        return None
-    named = params_of(module)
-    if set(named) != set(family.params):
-        return None
-    params, action = [named[name] for name in family.params], as_key(module.dist_sample_keys[0])
-    kinds = [np.float32 if name != "mask" else np.bool_ for name in family.params]
-    if action not in writes or any(key not in reads for key in params):
-        return None
-    if any(reads[key].dtype != kind for key, kind in zip(params, kinds, strict=True)):
-        return None
-    if action in params:
-        return None  # the log-probability, computed later, would not find the parameter
-    rows = {**{key: reads[key] for key in params}, action: writes[action]}
-    stage = family.stage(module, family, rows, exploration is not InteractionType.RANDOM)
-    if not stage.fits:
-        return None
-    if not late:
-        stage.judge_at_once(writes[stage.late[0]] if stage.late else None)
-    return stage
+def _interval(*ends: Any) -> tuple[Tensor, Tensor]:
+    """The ends between which TanhNormal squashes."""
+    low, high = (torch.as_tensor(end, device="cpu").detach().float() for end in ends)
+    return low, high
 
 
 @dataclass(frozen=True)
@@ -377,64 +337,3 @@ class Family:
     """Whether it is a normal variable squashed into an interval."""
     has_events: bool = False
     """Whether the last dimension is one event: its log-prob is one number."""
-
-
-MODE, MEAN, MEDIAN = InteractionType.MODE, InteractionType.MEAN, InteractionType.MEDIAN
-DETERMINISTIC = InteractionType.DETERMINISTIC
-
-_INDEX = Family(("logits",), (MODE, DETERMINISTIC), CategoricalStage)
-_ONE_HOT = replace(_INDEX, one_hot=True)
-_NORMAL = Family(("loc", "scale"), (MODE, MEAN, DETERMINISTIC), NormalStage)
-_INDEPENDENT = replace(_NORMAL, has_events=True)
-_SQUASHED = Family(
-    ("loc", "scale"),
-    (MODE, MEDIAN, DETERMINISTIC),
-    NormalStage,
-    frozenset({"low", "high"}),
-    squashed=True,
-    has_events=True,
-)
-_DELTA = Family(("param",), (MODE, MEAN, DETERMINISTIC), DeltaStage)
-
-FAMILIES: dict[Any, Family] = {
-    D.Categorical: _INDEX,
-    D.OneHotCategorical: _ONE_HOT,
-    OneHotCategorical: replace(_ONE_HOT, ties=True),
-    D.Normal: _NORMAL,
-    TanhNormal: _SQUASHED,
-    Delta: _DELTA,
-}
-
-PEERS = "torchrl.modules.distributions."
-PEER_FAMILIES: dict[tuple[str | None, str | None], Family] = {
-    (PEERS + "continuous", "TanhNormal"): replace(_SQUASHED, greedy=(DETERMINISTIC,)),
-    (PEERS + "continuous", "IndependentNormal"): _INDEPENDENT,
-    (PEERS + "continuous", "Delta"): _DELTA,
-    (PEERS + "discrete", "OneHotCategorical"): replace(_ONE_HOT, ties=True),
-    (PEERS + "discrete", "MaskedCategorical"): replace(_INDEX, params=("logits", "mask")),
-}
-"""TorchRL's classes, by name: they compute what ours do, for as long as they are given no more than is listed."""
-
-IDLE = (("tanh_loc", False), ("validate_args", None), ("validate_args", False))
-"""What may be given to a distribution, and asks for nothing."""
-
-
-def _family_of(kind: Any) -> Family | None:
-    family = FAMILIES.get(kind) or PEER_FAMILIES.get(name_of(kind))
-    return _INDEPENDENT if family is None and builds_independent_normals(kind) else family
-
-
-def _interval(*ends: Any) -> tuple[Tensor, Tensor]:
-    """The ends between which TanhNormal squashes."""
-    low, high = (torch.as_tensor(end, device="cpu").detach().float() for end in ends)
-    return low, high
-
-
-def draws_once(module: ProbabilisticTensorDictModule) -> bool:
-    """Whether `module` draws one sample of one entry from torch's own generator."""
-    return module.num_samples is None and len(module.dist_sample_keys) == 1 and not has_own_generator(module)
-
-
-def has_own_generator(module: ProbabilisticTensorDictModule) -> bool:
-    """Whether `module` was given a generator, as can be in later versions of tensordict."""
-    return getattr(module, "_generator", None) is not None or getattr(module, "_generator_key", None) is not None

@@ -120,6 +120,25 @@ def test_what_else_a_distribution_is_given_keeps_the_module_in_charge() -> None:
     assert_same(batch["action_log_prob"], policy.get_dist(batch).log_prob(batch["action"]), 1e-3)
 
 
+def test_truncated_normal() -> None:
+    kwargs = {"low": -2.0, "high": torch.tensor([1.0])}
+    policy = continuous(peer.TruncatedNormal, kwargs)
+    collector, _ = begun(policy, "Pendulum-v1")
+    policy[0].module[0][-1].bias.data.fill_(0.7)  # so that both ends count
+    batches = torch.cat([collector.next().clone() for _ in range(12)])
+    assert collector.policy_stages == ["MLPStage", "TruncatedStage"]
+    dist = policy.get_dist(batches)
+    assert_same(batches["action_log_prob"], dist.log_prob(batches["action"]))
+    assert batches["action"].min() >= -2.0
+    assert batches["action"].max() <= 1.0
+    shares = dist.base_dist.cdf(batches["action"]).flatten().sort().values  # uniform, if they are drawn from it
+    assert (shares - torch.linspace(0, 1, len(shares))).abs().max() < 1.95 / len(shares) ** 0.5
+    policy[-1].distribution_kwargs["low"] = 0.5
+    assert collector.next()["action"].min() >= 0.5
+    collector, batch = begun(policy, "Pendulum-v1", exploration_type=ExplorationType.DETERMINISTIC)
+    assert_same(batch["action"], replayed(policy, batch)["action"])
+
+
 def test_delta() -> None:
     net = peer.SafeModule(mlp(3, 1), in_keys=["observation"], out_keys=["param"])
     policy = peer.ProbabilisticActor(net, in_keys=["param"], distribution_class=peer.Delta)
@@ -167,6 +186,69 @@ def test_actor_value_operator() -> None:
     for key in ("hidden", "logits", "state_value"):
         assert_same(batch[key], told[key])
     assert_same(batch["action_log_prob"], D.Categorical(logits=batch["logits"]).log_prob(batch["action"]))
+
+
+@pytest.mark.parametrize("options", [{}, {"fast_policy": False}])
+def test_results_that_are_kept_to_their_spec(options: Any) -> None:
+    """Which is a hook of TorchRL's; log-probs are of what was sampled before."""
+    space = specs.Bounded(-0.3, 0.4, (1,))
+    actor = peer.Actor(mlp(3, 1), in_keys=["observation"], spec=space, safe=True)
+    collector, batch = begun(actor, "Pendulum-v1", **options)
+    assert_same(batch["action"], replayed(actor, batch)["action"])
+    assert options or collector.policy_stages == ["MLPStage", "ProjectionStage"]
+    net = nn.Sequential(mlp(3, 2), NormalParamExtractor())
+    drawing = peer.ProbabilisticActor(
+        peer.SafeModule(net, in_keys=["observation"], out_keys=["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        distribution_class=peer.IndependentNormal,
+        return_log_prob=True,
+        spec=space,
+        safe=True,
+    )
+    collector, batch = begun(drawing, "Pendulum-v1", **options)
+    assert options or collector.policy_stages == ["MLPStage", "NormalStage", "ProjectionStage"]
+    assert (batch["action"].min(), batch["action"].max()) == (torch.tensor(-0.3), torch.tensor(0.4))
+    wanted = drawing.get_dist(batch).log_prob(batch["action"])
+    is_inside = ((batch["action"] > -0.3) & (batch["action"] < 0.4)).squeeze(-1)
+    assert_same(batch["action_log_prob"][is_inside], wanted[is_inside])
+    assert (batch["action_log_prob"] - wanted)[~is_inside].abs().min() > 1e-6
+    seen = list[int]()
+    handle = drawing[-1].register_forward_hook(lambda *args: seen.append(1))
+    collector.next()
+    assert len(seen) == STEPS
+    handle.remove()
+
+
+def test_a_value_of_observation_and_action() -> None:
+    """TorchRL's MLP joins what it is given."""
+    value = peer.ValueOperator(mlp(4, 1), in_keys=["observation", "action"])
+    policy = peer.SafeSequential(continuous(peer.IndependentNormal), value)
+    collector, batch = begun(policy, "Pendulum-v1")
+    assert collector.policy_stages == ["MLPStage", "NormalStage", "TracedStage"]
+    with torch.no_grad():
+        assert_same(batch["state_action_value"], value.module(batch["observation"], batch["action"]))
+
+
+class Pixels(nn.Module):
+    """A convolution in front, of which nothing is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = peer.ConvNet(in_features=1, num_cells=[4], kernel_sizes=[2])
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.net(observation.unflatten(-1, (1, 2, 2)))
+
+
+def test_a_convolution_takes_only_itself_off_the_fast_path() -> None:
+    policy = peer.SafeSequential(
+        peer.SafeModule(Pixels(), in_keys=["observation"], out_keys=["features"]),
+        peer.SafeModule(mlp(4, 2), in_keys=["features"], out_keys=["logits"]),
+        actor(D.Categorical)[-1],
+    )
+    collector, batch = begun(policy)
+    assert collector.policy_stages == ["TorchStage", "MLPStage", "CategoricalStage"]
+    assert_same(batch["logits"], replayed(policy, batch)["logits"])
 
 
 def q_actor(encoded: bool) -> Any:

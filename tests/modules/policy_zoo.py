@@ -162,6 +162,39 @@ def separate_extractor() -> Any:
     )
 
 
+def moved(loc: Tensor, scale: Tensor) -> D.Distribution:
+    return D.TransformedDistribution(D.Normal(loc, scale), [D.AffineTransform(0.5, torch.tensor([2.0, 0.5]))])
+
+
+class Stretched(D.TransformedDistribution):
+    """As it is often written: squashed, and then stretched to the bounds of an action."""
+
+    def __init__(self, loc: Tensor, scale: Tensor, bound: float = 2.0) -> None:
+        self.bound = bound
+        base = D.Independent(D.Normal(loc, scale), 1)
+        super().__init__(base, [D.TanhTransform(cache_size=1), D.AffineTransform(0.0, bound)])
+
+
+class Several(nn.Module):
+    """Parameters of three normal variables, and how likely each of them is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(3 + 6 * AXES)
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, loc, scale = self.net(observation).split([3, 3 * AXES, 3 * AXES], -1)
+        return 2 * logits, 3 * loc.unflatten(-1, (3, AXES)), scale.exp().unflatten(-1, (3, AXES))
+
+
+def mixture() -> Any:
+    def family(logits: Tensor, loc: Tensor, scale: Tensor) -> D.Distribution:
+        return D.MixtureSameFamily(D.Categorical(logits=logits), D.Independent(D.Normal(loc, scale), 1))
+
+    keys = ["logits", "loc", "scale"]
+    return ProbabilisticTensorDictSequential(TensorDictModule(Several(), ["observation"], keys), sampler(family, keys))
+
+
 def composite() -> Any:
     parts = {"turn": D.OneHotCategorical, "push": D.Normal}
     out_keys = [("params", "turn", "logits"), ("params", "push", "loc"), ("params", "push", "scale")]
@@ -338,6 +371,15 @@ STOCHASTIC = {
         lambda: continuous(lambda loc, scale: D.Independent(D.Normal(loc, scale * 2), 1)),
         "MLPStage", "DistributionStage",
     ),
+    "independent normal by a setting": _continuous(
+        lambda: continuous(lambda loc, scale, n: D.Independent(D.Normal(loc, scale), n), distribution_kwargs={"n": 1}),
+        "MLPStage", "BuiltStage",
+    ),
+    "moved normal": _continuous(lambda: continuous(moved), "MLPStage", "BuiltStage"),
+    "stretched normal": _continuous(
+        lambda: continuous(Stretched, distribution_kwargs={"bound": 3.0}), "MLPStage", "BuiltStage", tolerance=2e-4
+    ),
+    "mixture of normals": _continuous(mixture, "TorchStage", "BuiltStage"),
     "tanh-normal": _continuous(lambda: continuous(), tolerance=2e-4),
     "tanh-normal between numbers": _continuous(
         lambda: continuous(distribution_kwargs={"low": -2.0, "high": 0.5}), tolerance=2e-4
@@ -367,6 +409,31 @@ class Layered(nn.Module):
     def forward(self, observation: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         out, state = self.gru(observation.unsqueeze(-2), hidden.transpose(0, 1).contiguous())
         return out.squeeze(-2), state.transpose(0, 1)
+
+
+class LongShort(nn.Module):
+    """An nn.LSTM of two layers, a step at a time, and a head, with states `[lanes, layers, hidden]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(SIZE, HIDDEN, num_layers=2), nn.Linear(HIDDEN, CHOICES)
+
+    def forward(self, observation: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        states = (hidden.permute(1, 0, 2).contiguous(), cell.permute(1, 0, 2).contiguous())
+        out, (hidden, cell) = self.lstm(observation.unsqueeze(0), states)
+        return self.head(out[-1]), hidden.transpose(0, 1), cell.transpose(0, 1)
+
+
+class Forgetful(nn.Module):
+    """A GRU cell that looks by itself where an episode begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(SIZE, HIDDEN, bias=False), nn.Linear(HIDDEN, CHOICES)
+
+    def forward(self, observation: Tensor, is_init: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.cell(observation, torch.where(is_init, torch.zeros_like(hidden), hidden))
+        return self.head(hidden), hidden
 
 
 class LSTM(nn.Module):
@@ -408,6 +475,16 @@ def layered_policy(convention: str) -> Any:
     )
 
 
+def long_short_policy(convention: str) -> Any:
+    out_keys = ["action", as_written("hidden", convention), as_written("cell", convention)]
+    return TensorDictModule(LongShort(), in_keys=["observation", "hidden", "cell"], out_keys=out_keys)
+
+
+def forgetful_policy(convention: str) -> Any:
+    out_keys = ["action", as_written("hidden", convention)]
+    return TensorDictModule(Forgetful(), in_keys=["observation", "is_init", "hidden"], out_keys=out_keys)
+
+
 def sampling_policy(convention: str) -> Any:
     hidden = as_written("hidden", convention)
     return ProbabilisticTensorDictSequential(
@@ -437,6 +514,8 @@ RECURRENT: dict[str, Callable[[str], Any]] = {
     "GRU cell": gru_policy,
     "LSTM cell": lstm_policy,
     "nn.GRU": layered_policy,
+    "nn.LSTM": long_short_policy,
+    "GRU cell on is_init": forgetful_policy,
     "sampling GRU": sampling_policy,
     "on is_init": Resetting,
 }
@@ -465,7 +544,7 @@ def stages_of(collector: Collector) -> tuple[str, ...]:
 
 def begun(policy: Any, env: EnvBase | None = None, **options: Any) -> Collector:
     """A collector that has delivered its first batch."""
-    collector = Collector(env or WaveEnv(), policy, frames_per_batch=18, **options)
+    collector = Collector(env or WaveEnv(), policy, **{"frames_per_batch": 18, **options})
     collector.next()
     return collector
 
@@ -506,7 +585,7 @@ def assert_same(found: Tensor, wanted: Tensor, tolerance: float = 1e-5, name: An
 
 def assert_agrees(policy: Any, batch: TensorDictBase, tolerance: float = 1e-5) -> None:
     """What was recorded is what `policy` gives: parameters, features, scores, and log-probs of the recorded actions."""
-    told = replay(policy, batch)
+    told = replay(policy, batch, InteractionType.RANDOM)  # which all distributions can do
     drawn = {key for part in samplers_of(policy) for key in part.out_keys}
     made = {key for key in told.keys(True, True) if key not in observations_in(batch).keys(True, True)}
     assert made == {key for key in batch.keys(True, True) if key not in NOT_THE_POLICYS and "next" not in key}
@@ -522,4 +601,5 @@ def assert_agrees(policy: Any, batch: TensorDictBase, tolerance: float = 1e-5) -
 def replay_parameters(policy: Any, batch: TensorDictBase) -> TensorDictBase:
     """Also those that the policy hides."""
     shown = copy.deepcopy(policy)
-    return replay(shown.reset_out_keys() if shown._select_before_return else shown, batch)
+    shown = shown.reset_out_keys() if shown._select_before_return else shown
+    return replay(shown, batch, InteractionType.RANDOM)

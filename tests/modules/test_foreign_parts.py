@@ -38,7 +38,7 @@ class ValueHead(TensorDictModuleBase):
 KNOWN = [
     name
     for name, case in zoo.ZOO.items()
-    if case.stages[-1].removesuffix("Stage") in ("Categorical", "Normal", "Delta")
+    if case.stages[-1].removesuffix("Stage") in ("Categorical", "Normal", "Delta", "Built")
 ]
 KNOWN.remove("categorical that hides")  # from the parts behind it, too: the sequence is called as a whole
 
@@ -57,6 +57,51 @@ def test_what_stands_before_a_foreign_part_stays_quick(name: str) -> None:
         assert torch.equal(seen, batch["action_log_prob"])
     zoo.assert_same(batch["value"], head.net(batch["observation"]).detach())
     zoo.assert_agrees(policy, batch, case.tolerance)
+
+
+def called(place: str) -> Any:
+    """An actor with a network that has to be called, at some place among its parts."""
+    body, head = zoo.module(zoo.mlp(8), "features"), zoo.module(zoo.mlp(zoo.CHOICES, inputs=8), "logits", "features")
+    value = zoo.module(zoo.OwnForward(1), "value")
+    own = TensorDictModule(lambda x: x.sin() * 2, in_keys=["features"], out_keys=["features"])
+    choice = zoo.sampler(D.Categorical)
+    parts = {
+        "before": [value, body, head, choice],
+        "between": [body, own, head, choice],
+        "before the sampler": [body, head, value, choice],
+        "behind": [body, head, choice, value],
+    }
+    return TensorDictSequential(*parts[place])
+
+
+PLACES = {
+    "before": ("TorchStage", "MLPStage", "MLPStage", "CategoricalStage"),
+    "between": ("MLPStage", "TorchStage", "MLPStage", "CategoricalStage"),
+    "before the sampler": ("MLPStage", "MLPStage", "TorchStage", "CategoricalStage"),
+    "behind": ("MLPStage", "MLPStage", "CategoricalStage", "TorchStage"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_network_that_is_called_takes_only_itself_off_the_fast_path(place: str) -> None:
+    """And log-probs are left for the end of the slot all the same: it does not read them."""
+    policy = called(place)
+    collector = zoo.begun(policy)
+    assert zoo.stages_of(collector) == PLACES[place]
+    zoo.assert_agrees(policy, collector.next())
+    assert "action_log_prob" not in RolloutLoop(zoo.WaveEnv(), policy, LoopSettings()).policy.begin(1, None)
+
+
+@pytest.mark.parametrize("make", [zoo.discrete, lambda: zoo.continuous(zoo.moved)])
+def test_log_probs_are_there_in_time_for_a_part_that_reads_them(make: Any) -> None:
+    value = TensorDictModule(lambda x: x * 2, in_keys=["action_log_prob"], out_keys=["value"])
+    policy = TensorDictSequential(make(), value)
+    env = zoo.WaveEnv(zoo.DISCRETE if make is zoo.discrete else zoo.CONTINUOUS)
+    collector = zoo.begun(policy, env)
+    assert zoo.stages_of(collector)[1:] == (zoo.stages_of(collector)[1], "TorchStage")
+    batch = collector.next()
+    assert torch.equal(batch["value"], batch["action_log_prob"] * 2)
+    zoo.assert_agrees(policy[0], batch.exclude("value"))
 
 
 class Meddler(TensorDictModuleBase):

@@ -174,10 +174,6 @@ def test_exploration_does_not_matter_to_the_state() -> None:
     zoo.assert_same(random["next", "hidden"], greedy["next", "hidden"])
 
 
-def test_the_fast_path_is_used_around_a_cell() -> None:
-    assert zoo.stages_after(zoo.sampling_policy("next")) == ("TorchStage", "MLPStage", "CategoricalStage")
-
-
 # -- shapes ---------------------------------------------------------------------------------------------------------
 
 

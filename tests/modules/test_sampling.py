@@ -13,7 +13,7 @@ from torch import distributions as D
 
 from swath.collectors import Collector
 from swath.modules import TanhNormal
-from swath.modules.sampling import sampling_stage
+from swath.modules.families import sampling_stage
 
 LANES, STEPS = 40, 60
 CHI_SQUARE = {2: 13.8}

@@ -8,7 +8,13 @@ import numpy as np
 import policy_zoo as zoo
 import pytest
 import torch
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, TensorDictSequential
+from tensordict.nn import (
+    AddStateIndependentNormalScale,
+    NormalParamExtractor,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictSequential,
+)
 from torch import Tensor, nn
 from torch import distributions as D
 from torch.nn import functional as F
@@ -73,6 +79,21 @@ def doubled(x: Tensor) -> Tensor:
     return torch.cat([x[..., :3], x[..., 3:]], dim=-1) * 2
 
 
+class OfParameters(Net):
+    """Computes with its parameters alone, as heads do whose scale does not depend on the observation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        x = x * self.free.exp().expand_as(x) + torch.ones_like(x) * F.softplus(self.free)
+        return self.out(torch.where(x > 0, x, x.masked_fill(x < self.gain, -1.0)))
+
+
+class Reshaping(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x).unsqueeze(-1)
+        return self.out(torch.zeros_like(x).squeeze(-1) + x[..., 0].contiguous())
+
+
 class Nested(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +104,7 @@ class Nested(Net):
 
 
 QUICK: dict[str, Callable[[], nn.Module]] = {
-    kind.__name__: kind for kind in (Net, Residual, Looping, Normalising, ByMethods, Nested)
+    kind.__name__: kind for kind in (Net, Residual, Looping, Normalising, ByMethods, OfParameters, Reshaping, Nested)
 }
 
 
@@ -122,6 +143,11 @@ class Shaped(Net):
 class OverLanes(Net):
     def forward(self, x: Tensor) -> Tensor:
         return self.out(torch.relu(self.one(x))) - x.mean(0)[:3]
+
+
+class Turned(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.one(x).transpose(0, 1).transpose(0, 1)) + x.unsqueeze(0)[0, :1, :3]
 
 
 class OnItsInput(Net):
@@ -172,9 +198,20 @@ def in_a_closure() -> nn.Module:
 CALLED: dict[str, Callable[[], nn.Module]] = {
     **{
         kind.__name__: kind
-        for kind in (Counting, Keeping, Drawing, DrawingMore, Branching, Shaped, OverLanes, OnItsInput, Reaching)
+        for kind in (
+            Counting,
+            Keeping,
+            Drawing,
+            DrawingMore,
+            Branching,
+            Shaped,
+            OverLanes,
+            Turned,
+            OnItsInput,
+            Reaching,
+        )
     },
-    **{kind.__name__: kind for kind in (Watching, Dropping)},
+    **{kind.__name__: kind for kind in (Watching, Dropping, Turned)},
     "in a closure": in_a_closure,
     "too large": lambda: nn.Sequential(nn.Linear(zoo.SIZE, 1000), Differently(1000, 1000), nn.Linear(1000, 3)),
 }
@@ -255,6 +292,53 @@ class Critic(nn.Module):
 
     def forward(self, observation: Tensor, action: Tensor) -> Tensor:
         return self.net(torch.cat([observation, action], 1)).squeeze(-1)
+
+
+class Extracting(nn.Module):
+    """Has the extractor inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.extract = zoo.mlp(2 * zoo.AXES), NormalParamExtractor()
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        return self.extract(torch.tanh(self.net(observation)))
+
+
+@pytest.mark.parametrize(
+    "net", [Extracting, lambda: nn.Sequential(zoo.mlp(zoo.AXES), AddStateIndependentNormalScale(zoo.AXES))]
+)
+def test_modules_of_tensordict_inside(net: Any) -> None:
+    policy = zoo.continuous(D.Normal, net())
+    collector = zoo.begun(policy, zoo.WaveEnv(zoo.CONTINUOUS))
+    assert zoo.stages_of(collector) == ("TracedStage", "NormalStage")
+    extractor = list(policy[0].module.children())[1]
+    extractor.scale_lb = 1.5
+    zoo.assert_agrees(policy, collector.next())
+    assert collector.next()["scale"].min() >= 1.5
+
+
+class Masking(nn.Module):
+    """Says which actions may be taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = zoo.mlp(zoo.CHOICES)
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.net(observation)
+        allowed = observation[..., :3] < 0.9
+        return torch.where(allowed, logits, -1e9), ~allowed
+
+
+def test_flags_can_be_computed_too() -> None:
+    policy = TensorDictModule(Masking(), in_keys=["observation"], out_keys=["action", "forbidden"])
+    collector = zoo.begun(policy)
+    assert zoo.stages_of(collector) == ("TracedStage",)
+    batch = collector.next()
+    zoo.assert_agrees(policy, batch)
+    assert batch["forbidden"].dtype is torch.bool
+    assert batch["forbidden"].any()
 
 
 def test_several_results_and_several_inputs() -> None:
