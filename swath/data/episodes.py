@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -17,14 +17,13 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from swath.data.stretches import Chunk, Stretch, laid_out, length_of
+from swath.data.stretches import Chunk, Order, Stretch, connected, length_of
 from swath.entries import trusted
 from swath.errors import LongEpisodeWarning
 from swath.keys import (
     DONE,
     MASK,
     NEXT,
-    PADDING_ID,
     TERMINATED,
     TRAJ_IDS,
     TRUNCATED,
@@ -33,7 +32,7 @@ from swath.keys import (
 )
 
 NEW = 8
-"""Batches of which most frames will soon be needed no more, and which are not looked at."""
+"""Batches of large frames of which most will soon be needed no more, and which are not looked at."""
 LONG = 50_000
 """Frames after which an episode that has not ended is warned of, once."""
 
@@ -95,18 +94,19 @@ def find_pieces(
     return Pieces(lane, first - lane * shape[1], end - lane * shape[1], name, is_last)
 
 
-@dataclass
 class _Running:
-    """An episode that has not ended yet."""
+    """An episode that has not ended yet.
 
-    source: int
-    is_headless: bool
-    """Its beginning went elsewhere, or was given up: what comes of it is dropped."""
-    pieces: list[Stretch] = field(default_factory=list)
-    frames: int = 0
+    Attributes:
+        source: the worker that it is of.
+        is_headless: its beginning went elsewhere, or was given up: what comes of it is dropped.
+        pieces: where its frames lie.
+        frames: how many they are.
+    """
 
-    def __post_init__(self) -> None:
-        self.frames = length_of(self.pieces)
+    def __init__(self, source: int, is_headless: bool, pieces: list[Stretch]) -> None:
+        self.source, self.is_headless, self.pieces = source, is_headless, pieces
+        self.frames = length_of(pieces)
 
 
 class Episodes:
@@ -212,54 +212,66 @@ class Episodes:
             source: the worker that all of them are of; None: each is of the one that its id names.
             is_all: whether an episode that has no piece here was cut off.
         """
-        chunk = Chunk.copied(rows) if self._copies else Chunk(rows.reshape(-1))
-        chunk.live, steps = 0, rows.shape[1]
+        chunk = self._copied(rows) if self._copies else Chunk(rows.reshape(-1))
+        chunk.live -= rows.numel()
         order = np.lexsort((pieces.name, pieces.end))  # in which they end
-        lanes, firsts, ends, names, lasts, news = (
+        begin = pieces.lane * rows.shape[1]
+        firsts, ends, names, lasts, news = (
             each[order].tolist()
-            for each in (pieces.lane, pieces.first, pieces.end, pieces.name, pieces.is_last, begins)
+            for each in (begin + pieces.first, begin + pieces.end, pieces.name, pieces.is_last, begins)
         )
-        for lane, first, end, name, is_last, is_new in zip(lanes, firsts, ends, names, lasts, news, strict=True):
+        for first, end, name, is_last, is_new in zip(firsts, ends, names, lasts, news, strict=True):
             running = self._running.get(name)
             if running is None:
                 is_headless = not (is_new or self._keep_headless)
+                if is_last and not is_headless:  # as most are, where episodes are short: the whole of it is here
+                    self._ready.append([Stretch(chunk, first, end)])
+                    chunk.live += end - first
+                    continue
                 self.left_out["headless"] += is_headless
-                running = _Running(name >> WORKER_BITS if source is None else source, is_headless)
+                running = _Running(name >> WORKER_BITS if source is None else source, is_headless, [])
                 self._running[name] = running
             if running.is_headless:
                 self.dropped += end - first
             else:
-                running.pieces.append(Stretch(chunk, lane * steps + first, lane * steps + end))
+                running.pieces.append(Stretch(chunk, first, end))
                 chunk.live += end - first
                 running.frames += end - first
-                self._held += end - first
-                if running.frames >= LONG and not self._has_warned:
-                    self._warn_of(running)
             if is_last:
                 del self._running[name]
                 if not running.is_headless:
                     self._ready.append(running.pieces)
+        self._held += chunk.live - (chunk.size - rows.numel())
+        if not self._has_warned:
+            self._warn_if_long()
         sources = {name >> WORKER_BITS for name in names} if source is None else {source} if names else set()
         if is_all:
             seen = set(names)
             self._give_up([n for n, one in self._running.items() if n not in seen and one.source in sources])
         if self._copies:
-            self._thin_out()
             self._chunks.append(chunk)
 
-    def _thin_out(self) -> None:
-        """Keep no batch for the few frames of it that are still needed."""
-        sparse = {chunk for chunk in self._chunks[:-NEW] if chunk.is_sparse}
-        self._chunks = [chunk for chunk in self._chunks if chunk not in sparse]
-        if not sparse:
-            return
-        for pieces in (*self._ready, *(running.pieces for running in self._running.values())):
-            for number, stretch in enumerate(pieces):
-                if stretch.chunk in sparse:
-                    pieces[number] = Stretch(Chunk(stretch.slice().apply(torch.clone)), 0, stretch.size)
+    def _copied(self, rows: TensorDictBase) -> Chunk:
+        """A copy of `rows`, and of frames from earlier batches of which only few are still needed.
 
-    def _warn_of(self, running: _Running) -> None:
+        So no batch is kept for these few, and the pieces of an episode mostly lie in one chunk. Each frame is copied
+        about once more, as for those that are copied others are let go.
+        """
+        chunk = Chunk(rows)
+        recent = self._chunks[-NEW:] if chunk.is_large else []
+        sparse = {one for one in self._chunks if one.is_sparse and one not in recent and one.form == chunk.form}
+        self._chunks = [one for one in self._chunks if one not in sparse]
+        held = [*self._ready, *(running.pieces for running in self._running.values())] if sparse else []
+        moved = iter(chunk.copy([one for pieces in held for one in pieces if one.chunk in sparse]))
+        for pieces in held:
+            pieces[:] = connected([next(moved) if one.chunk in sparse else one for one in pieces])
+        return chunk
+
+    def _warn_if_long(self) -> None:
         """Say once that frames may pile up."""
+        running = next((one for one in self._running.values() if one.frames >= LONG), None)
+        if running is None:
+            return
         self._has_warned = True
         frames = running.pieces[-1].chunk.frames
         held = self._held * frames.bytes() // len(frames) // 2**20
@@ -296,7 +308,7 @@ class Episodes:
         """Give up all running episodes, and what is still to come of them."""
         running = {name: one.source for name, one in self._running.items()}
         self._give_up(running)
-        self._running = {name: _Running(source, is_headless=True) for name, source in running.items()}
+        self._running = {name: _Running(source, True, []) for name, source in running.items()}
 
     def clear(self) -> None:
         """Give up everything, also complete episodes that nobody took."""
@@ -357,22 +369,12 @@ def padded(episodes: list[TensorDictBase]) -> TensorDict:
 
 
 def _padded(episodes: list[list[Stretch]]) -> TensorDict:
-    lengths = np.array(list(map(length_of, episodes)))
-    shape = (len(episodes), int(lengths.max()))
-    places: list[int] = []
-    for number, episode in enumerate(episodes):
-        at = number * shape[1]
-        for stretch in episode:
-            places.append(at)
-            at += stretch.size
-    laid = laid_out([stretch for episode in episodes for stretch in episode], places, shape[0] * shape[1])
-    entries = {key: tensor.view(*shape, *tensor.shape[1:]) for key, tensor in laid.items()}
-    mask = torch.from_numpy(np.arange(shape[1]) < lengths[:, None])  # [N, longest]
-    mask = mask.to(entries[after(DONE)].device)
-    if TRAJ_IDS in entries:
-        entries[TRAJ_IDS].masked_fill_(~mask, PADDING_ID)
-    entries[MASK] = mask
-    return trusted(entries, shape, episodes[0][0].chunk.frames.device)
+    lengths = list(map(length_of, episodes))
+    shape = (len(episodes), max(lengths))
+    entries = Order(episodes, shape[1]).entries()
+    mask = torch.from_numpy(np.arange(shape[1]) < np.array(lengths)[:, None])  # [N, longest]
+    entries[MASK] = mask.to(entries[after(DONE)].device)
+    return trusted(entries, shape, episodes[0][0].chunk.device)
 
 
 def cut_off(episode: TensorDictBase) -> TensorDictBase:
@@ -391,14 +393,13 @@ def _joined(pieces: list[Stretch]) -> TensorDictBase:
     """One after the other: as they lie, if there is but one."""
     if len(pieces) == 1:
         return pieces[0].slice()
-    lengths = np.array([stretch.size for stretch in pieces])
-    size = int(lengths.sum())
-    laid = laid_out(pieces, (np.cumsum(lengths) - lengths).tolist(), size)
-    return trusted(laid, (size,), pieces[0].chunk.frames.device, names=["time"])
+    return trusted(Order([pieces]).entries(), (length_of(pieces),), pieces[0].chunk.device, names=["time"])
 
 
 def _whole(frames: TensorDictBase) -> list[Stretch]:
-    return [Stretch(Chunk(frames), 0, len(frames))]
+    chunk = Chunk(frames)
+    chunk.copy()
+    return [Stretch(chunk, 0, len(frames))]
 
 
 def _restored(entries: dict[str, Any]) -> list[Stretch]:
