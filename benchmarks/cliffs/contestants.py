@@ -185,7 +185,7 @@ def _over(batches: Iterator[Any], cliff: Cliff, close: Callable[[], None]) -> Ru
         if last[0] is None or cliff.has_all_frames:
             return cliff.frames
         mask = last[0].get(("collector", "mask"), None)
-        return int(last[0].numel()) if mask is None else int(mask.sum())
+        return int(last[0].numel()) if mask is None else int(np.count_nonzero(mask.numpy()))
 
     return Run(collect, close=close)
 

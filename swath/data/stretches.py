@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from swath.entries import leaves_of, trusted
+from swath.entries import leaves_of, trainable, trusted
 from swath.keys import PADDING_ID, TRAJ_IDS, Key
 from swath.runtime.columns import array_of, tensor_of
 
@@ -32,51 +32,50 @@ class Chunk:
     """Frames `[M]` that lie together.
 
     Attributes:
-        entries: by key, `[M, ...]` or, of a copy, `[M + 1, ...]`, where the last is padding. Arrays on the CPU, and
+        entries: by key, `[M, ...]`; of a copy `[M + room + 1, ...]`, where the last is padding. Arrays on the CPU, and
             tensors elsewhere.
         kinds: their types, some of which numpy does not know.
+        form: what frames must have in common to lie in one chunk.
         size: how many frames there are.
+        room: how many more it can take.
         live: how many of them an episode still needs.
         device: that of the batch.
     """
 
     def __init__(self, frames: TensorDictBase) -> None:
         """Take `frames` `[..., T]` as they lie."""
-        given = leaves_of(frames)
+        given, dims = leaves_of(frames), frames.ndim
         self.kinds = {key: leaf.dtype for key, leaf in given.items()}
         self.entries: dict[Key, Any] = {
-            key: array_of(leaf) if leaf.device.type == "cpu" else leaf.detach() for key, leaf in given.items()
+            key: array_of(leaf) if leaf.is_cpu else leaf.detach() for key, leaf in given.items()
         }
-        self.device, self.size, dims = frames.device, frames.numel(), frames.ndim
-        self.live = self.size
         self.form = [(key, entry.dtype, entry.shape[dims:]) for key, entry in self.entries.items()]
-        """What frames must have in common to lie in one chunk."""
+        self.device, self.size = frames.device, frames.numel()
+        self.room = self.live = 0
 
-    def copy(self, carried: Sequence[Stretch] = ()) -> list[Stretch]:
-        """Copy the frames `[M]`, and behind them those `carried` over from other chunks; tell where these lie now."""
+    def copy(self, carried: Sequence[Stretch] = (), room: int = 0) -> list[Stretch]:
+        """Copy the frames `[M]`, and behind them those `carried` over from other chunks; tell where these lie now.
+
+        There is `room` for more behind them, and then the padding.
+        """
         count, order = self.size, Order([carried]) if carried else None
         ends = list(accumulate([one.size for one in carried], initial=count))
-        self.size = self.live = ends[-1]
+        self.size, self.live, self.room = ends[-1], ends[-1] - count, room
         for key, kind, shape in self.form:
-            entry, whole = self.entries[key], (self.size + 1, *shape)
+            entry, whole = self.entries[key], (self.size + room + 1, *shape)
             out = np.empty(whole, kind) if isinstance(entry, np.ndarray) else entry.new_empty(whole)
             out[:count] = entry.reshape(count, *shape)
             if order is not None:
-                out[count:PADDING] = order.taken(key)
+                out[count : self.size] = order.taken(key)
             out[PADDING] = PADDING_ID if key == TRAJ_IDS else 0
             self.entries[key] = out
         return [Stretch(self, first, end) for first, end in pairwise(ends)]
 
-    @cached_property
-    def numbers(self) -> np.ndarray:
-        """Those of the frames, to be cut into pieces."""
-        return np.arange(self.size)
-
-    @cached_property
-    def frames(self) -> TensorDictBase:
-        """All of them."""
-        leaves = {key: as_tensor(entry[: self.size], self.kinds[key]) for key, entry in self.entries.items()}
-        return trusted(leaves, (self.size,), self.device)
+    def append(self, more: Chunk) -> None:
+        """Copy also the frames of `more`, which has the same form and for which there is room."""
+        first, self.size, self.room = self.size, self.size + more.size, self.room - more.size
+        for key, _, shape in self.form:
+            self.entries[key][first : self.size] = more.entries[key].reshape(more.size, *shape)
 
     @cached_property
     def is_large(self) -> bool:
@@ -103,7 +102,12 @@ class Stretch(NamedTuple):
 
     def slice(self) -> TensorDictBase:
         """The frames where they lie."""
-        return self.chunk.frames[self.first : self.end]
+        chunk = self.chunk
+        with trainable():
+            leaves = {
+                key: as_tensor(entry[self.first : self.end], chunk.kinds[key]) for key, entry in chunk.entries.items()
+            }
+        return trusted(leaves, (self.size,), chunk.device)
 
 
 def length_of(stretches: Iterable[Stretch]) -> int:
@@ -124,29 +128,34 @@ def connected(stretches: Sequence[Stretch]) -> list[Stretch]:
 class Order:
     """Frames of several chunks as they are to lie: those of each row one after the other, and padding behind."""
 
-    def __init__(self, rows: Sequence[Sequence[Stretch]], width: int = 0) -> None:
-        """Fill up each of `rows` to `width` frames."""
+    def __init__(self, rows: Sequence[Sequence[Stretch]], mask: np.ndarray | None = None) -> None:
+        """Take all of `rows`; with a `mask` `[N, longest]` of what is real, each fills a row of it."""
         before, total = dict[Chunk, int](), 0
-        numbers, padding = list[np.ndarray](), np.full(width, PADDING)
+        firsts, sizes, filled, width = list[int](), list[int](), 0, 0 if mask is None else mask.shape[1]
         for row in rows:
-            left = width
             for chunk, first, end in row:
-                if chunk not in before:
-                    before[chunk], total = total, total + chunk.size
-                numbers.append(chunk.numbers[first:end] + before[chunk] if before[chunk] else chunk.numbers[first:end])
-                left -= end - first
-            if left > 0:
-                numbers.append(padding[:left])
-        index = np.concatenate(numbers)
+                begin = before.get(chunk)
+                if begin is None:
+                    before[chunk], begin, total = total, total, total + chunk.size
+                firsts.append(begin + first)
+                sizes.append(end - first)
+                filled += end - first
+            if width and filled % width:
+                sizes[-1] += width - filled % width  # what lies behind is padding, see below
+                filled += width - filled % width
+        lengths = np.array(sizes)
+        index = (np.array(firsts) - lengths.cumsum() + lengths).repeat(lengths) + np.arange(filled)
+        if mask is not None:
+            index = np.where(mask, index.reshape(mask.shape), PADDING)
         (self.first, _), *others = before.items()
         self._others: list[tuple[Chunk, np.ndarray, np.ndarray]] = []
         """Most often there are none: then an entry is gathered in one call."""
-        for chunk, begin in others:
-            places = np.flatnonzero((index >= begin) & (index < begin + chunk.size))
-            self._others.append((chunk, index[places] - begin, places))
+        for chunk, start in others:
+            places = np.flatnonzero((index >= start) & (index < start + chunk.size))
+            self._others.append((chunk, index.reshape(-1)[places] - start, places))
         if others:
             index[index >= self.first.size] = PADDING  # where others are written
-        self._index = index.reshape(len(rows), width) if width else index
+        self._index = index
 
     def taken(self, key: Key) -> Any:
         """The entry `key` of these frames, in new memory: an array, or a tensor elsewhere."""
@@ -158,7 +167,17 @@ class Order:
 
     def entries(self) -> dict[Key, Tensor]:
         """All entries of these frames."""
-        return {key: as_tensor(self.taken(key), kind) for key, kind in self.first.kinds.items()}
+        if self._others:
+            return {key: as_tensor(self.taken(key), kind) for key, kind in self.first.kinds.items()}
+        index, laid = self._index, dict[Key, Tensor]()
+        for key, entry in self.first.entries.items():  # the same without a call for each
+            kind = self.first.kinds[key]
+            if isinstance(entry, np.ndarray):
+                made = torch.from_numpy(entry.take(index, 0))
+                laid[key] = made if made.dtype is kind else made.view(kind)
+            else:
+                laid[key] = _rows_of(entry, index)
+        return laid
 
 
 def _rows_of(entry: Any, index: np.ndarray) -> Any:

@@ -280,6 +280,6 @@ def test_batches_are_not_kept_for_the_one_episode_that_goes_on() -> None:
             name, taken = told([episodes.take(1, "cat")])[0]
             assert taken == whole(name, lengths)[1]
         if number % 20 == 19:
-            held = sum(len(one.frames) for one in gc.get_objects() if type(one) is Chunk)
+            held = sum(one.size for one in gc.get_objects() if type(one) is Chunk)
             assert held <= (number + 1) * steps + (NEW + 1) * lanes * steps
     assert episodes.pending_frames == 0
