@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from swath.data.stretches import Chunk, Order, Stretch, connected, length_of
+from swath.data.stretches import Chunk, Gathering, Stretch, connected, length_of
 from swath.entries import trainable, trusted
 from swath.errors import LongEpisodeWarning
 from swath.keys import (
@@ -381,7 +381,7 @@ def padded(episodes: list[TensorDictBase]) -> TensorDict:
 def _padded(episodes: list[list[Stretch]], lengths: list[int]) -> TensorDict:
     shape = (len(episodes), max(lengths))
     mask = np.arange(shape[1]) < np.array(lengths)[:, None]  # [N, longest]
-    entries = Order(episodes, mask).entries()
+    entries = Gathering(episodes, mask).entries()
     entries[MASK] = torch.from_numpy(mask)
     if (device := entries[after(DONE)].device).type != "cpu":
         entries[MASK] = entries[MASK].to(device)
@@ -404,7 +404,7 @@ def _joined(pieces: list[Stretch]) -> TensorDictBase:
     """One after the other: as they lie, if there is but one."""
     if len(pieces) == 1:
         return pieces[0].slice()
-    return trusted(Order([pieces]).entries(), (length_of(pieces),), pieces[0].chunk.device, names=["time"])
+    return trusted(Gathering([pieces]).entries(), (length_of(pieces),), pieces[0].chunk.device, names=["time"])
 
 
 def _whole(frames: TensorDictBase) -> list[Stretch]:

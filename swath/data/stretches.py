@@ -58,7 +58,7 @@ class Chunk:
 
         There is `room` for more behind them, and then the padding.
         """
-        count, order = self.size, Order([carried]) if carried else None
+        count, order = self.size, Gathering([carried]) if carried else None
         ends = list(accumulate([one.size for one in carried], initial=count))
         self.size, self.live, self.room = ends[-1], ends[-1] - count, room
         for key, kind, shape in self.form:
@@ -80,7 +80,7 @@ class Chunk:
     @cached_property
     def is_large(self) -> bool:
         """Whether it is better not to copy them."""
-        return any(entry[:1].nbytes > LARGE for entry in self.entries.values())
+        return any(bool(entry[:1].nbytes > LARGE) for entry in self.entries.values())
 
     @property
     def is_sparse(self) -> bool:
@@ -125,7 +125,7 @@ def connected(stretches: Sequence[Stretch]) -> list[Stretch]:
     return found
 
 
-class Order:
+class Gathering:
     """Frames of several chunks as they are to lie: those of each row one after the other, and padding behind."""
 
     def __init__(self, rows: Sequence[Sequence[Stretch]], mask: np.ndarray | None = None) -> None:

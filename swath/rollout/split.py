@@ -60,21 +60,21 @@ def split_trajectories(
         return _nested(rollout.reshape(-1), starts, lengths)
     mask = np.arange(lengths.max(initial=0)) < lengths[:, None]  # [trajectories, longest]
     index = np.where(mask, starts[:, None] + np.arange(mask.shape[1]), PADDING)
-    names = None if rollout.names[-1] is None else [None, rollout.names[-1]]
+    dims = None if rollout.names[-1] is None else [None, rollout.names[-1]]
     if _is_plain(rollout, rollout.batch_size):
         entries: dict[Key, Tensor] = {}
         for key, leaf in leaves_of(rollout).items():
             frames = array_of(leaf).reshape(-1, *leaf.shape[rollout.ndim :])
             entries[key] = tensor_of(_in_rows(frames, index, PADDING_ID if key == id_key else 0), leaf.dtype)
         entries[mask_key] = torch.from_numpy(mask)
-        return trusted(entries, mask.shape, rollout.device, names=names)
+        return trusted(entries, mask.shape, rollout.device, names=dims)
     there = torch.from_numpy(mask).to(ids.device)
     split = rollout.reshape(-1)[torch.from_numpy(index.reshape(-1)).to(ids.device)].reshape(*mask.shape)
     split = split.apply(lambda leaf: _fill_outside(leaf, there, 0))
     _fill_outside(split.get(id_key), there, PADDING_ID)
     split.set(mask_key, there)
-    if names is not None:
-        split.names = names
+    if dims is not None:
+        split.names = dims
     return split
 
 
