@@ -50,7 +50,8 @@ class Chunk:
             key: array_of(leaf) if leaf.is_cpu else leaf.detach() for key, leaf in given.items()
         }
         self.form = [(key, entry.dtype, entry.shape[dims:]) for key, entry in self.entries.items()]
-        self.device, self.size = frames.device, frames.numel()
+        self.device = frames.device
+        self.size: int = frames.numel()
         self.room = self.live = 0
 
     def copy(self, carried: Sequence[Stretch] = (), room: int = 0) -> list[Stretch]:
