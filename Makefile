@@ -15,7 +15,7 @@ BENCH_ARGS ?=
 .DEFAULT_GOAL := help
 # Both stamps install into one environment, so they may not run at the same time.
 .NOTPARALLEL:
-.PHONY: help demo test parts check bench bench-processes bench-cliffs clean
+.PHONY: help demo test parts check bench bench-processes bench-cliffs bench-costs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -46,6 +46,9 @@ bench-processes: $(VENV)/.dev.stamp ## The same with several processes (about an
 
 bench-cliffs: $(VENV)/.dev.stamp ## Beside the loop that a careful user writes, for some twenty settings
 	$(PY) benchmarks/run.py --suite cliffs $(BENCH_ARGS)
+
+bench-costs: $(VENV)/.dev.stamp ## What a batch and a step cost, for docs/speed.md
+	$(PY) -m benchmarks.cliffs.costs
 
 clean: ## Remove the environment, caches and what the demo wrote
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

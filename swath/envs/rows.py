@@ -102,12 +102,16 @@ class Rows:
 
     def copy(self, key: Key) -> Tensor:
         """A tensor of its own with what is in `key` now."""
-        tensor = self.tensors[key]
+        return self.copier(key)()
+
+    def copier(self, key: Key) -> Callable[[], Tensor]:
+        """A function that makes such a copy of `key`, which stays where it is."""
+        tensor = self.tensors[key].detach()
         if key not in self.arrays:
-            return tensor.clone()
+            return tensor.clone
         # By way of numpy, which asks less of the caches: they are cold while other processes use them.
-        array = self.arrays[key].copy()
-        return torch.from_numpy(array if array.shape == tensor.shape else array.reshape(tensor.shape))
+        array = self.arrays[key].reshape(tensor.shape)
+        return lambda: torch.from_numpy(array.copy())
 
     def part(self, start: int, stop: int, batch_size: tuple[int, ...]) -> Rows:
         """The rows of lanes `start` to `stop` as rows of their own over the same memory."""

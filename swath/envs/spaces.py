@@ -157,6 +157,14 @@ class ObservationCodec:
 
         return write
 
+    def plain_rows(self, rows: Rows) -> tuple[list[np.ndarray], tuple[int, ...], np.dtype[Any]] | None:
+        """The row of each lane, its shape and its type, where an observation is one array that is copied as it is."""
+        (entry, *others), boxes = self.entries, gs.Box | gs.MultiBinary
+        if others or entry.path or not isinstance(entry.space, boxes):
+            return None
+        target = rows.arrays[entry.key]
+        return [target[lane, ...] for lane in range(len(target))], target.shape[1:], target.dtype
+
     def batch_writer(self, rows: Rows) -> Callable[[Any], None]:
         """A function that writes the observations of all lanes, given as gymnasium's vector envs give them."""
         lanes = range(rows.lanes)
@@ -207,7 +215,7 @@ class ObservationCodec:
                 value = np.asarray(value)
             if value.shape != shape:
                 raise wrong_shape(key, shape, value.shape, f"The env of lane {lane}")
-            if value.dtype != dtype:
+            if value.dtype is not dtype and value.dtype != dtype:
                 value = _converted(value, dtype, key, lane)
             rows[lane][...] = value
 

@@ -133,7 +133,9 @@ class PolicyRunner:
         self._planned_for: ExplorationType | None = None
         states = [read for read, _ in self.state]
         given = [key for key in self.outputs.tensors if key in present.tensors and key not in states]
-        self._random: list[Stage] = [RandomStage(env.actions, self.outputs), EchoStage(present, self.outputs, given)]
+        self._random: list[Stage] = [RandomStage(env.actions, self.outputs)]
+        if given:
+            self._random.append(EchoStage(present, self.outputs, given))
         self._active: list[Stage] = []
         self._acting: list[Stage] = []
         self._recorded: list[Key] = []

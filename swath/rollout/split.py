@@ -8,8 +8,10 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from swath.data.episodes import find_pieces
+from swath.data.stretches import LARGE, PADDING
+from swath.entries import first_entries, leaves_of, trusted
 from swath.keys import COLLECTOR, DONE, NEXT, PADDING_ID, TRAJ_IDS, Key, as_key, as_path, nest, under
-from swath.runtime.columns import writable
+from swath.runtime.columns import array_of, tensor_of, writable
 
 ID_NAME = as_path(TRAJ_IDS)[-1]
 MASK_NAME = "mask"
@@ -54,27 +56,46 @@ def split_trajectories(
     else:
         pieces = find_pieces(ids=ids.reshape(-1, steps).cpu().numpy())
     starts, lengths = pieces.lane * steps + pieces.first, pieces.end - pieces.first
-    flat = rollout.reshape(-1)
     if as_nested:
-        return _nested(flat, starts, lengths)
-    times = torch.arange(lengths.max(initial=0), device="cpu")
-    mask = times < torch.from_numpy(lengths)[:, None]  # [trajectories, longest]
-    index = torch.zeros(mask.shape, dtype=torch.int64, device="cpu")
-    index[mask] = torch.from_numpy(_ranges(starts, lengths))
-    mask, index = mask.to(ids.device), index.to(ids.device)
-    split = flat[index.reshape(-1)].reshape(*mask.shape)
-    split = split.apply(lambda leaf: _fill_outside(leaf, mask, 0))
-    _fill_outside(split.get(id_key), mask, PADDING_ID)
-    split.set(mask_key, mask)
-    if rollout.names[-1] is not None:
-        split.names = [None, rollout.names[-1]]
+        return _nested(rollout.reshape(-1), starts, lengths)
+    mask = np.arange(lengths.max(initial=0)) < lengths[:, None]  # [trajectories, longest]
+    index = np.where(mask, starts[:, None] + np.arange(mask.shape[1]), PADDING)
+    dims = None if rollout.names[-1] is None else [None, rollout.names[-1]]
+    if _is_plain(rollout, rollout.batch_size):
+        entries: dict[Key, Tensor] = {}
+        for key, leaf in leaves_of(rollout).items():
+            frames = array_of(leaf).reshape(-1, *leaf.shape[rollout.ndim :])
+            entries[key] = tensor_of(_in_rows(frames, index, PADDING_ID if key == id_key else 0), leaf.dtype)
+        entries[mask_key] = torch.from_numpy(mask)
+        return trusted(entries, mask.shape, rollout.device, names=dims)
+    there = torch.from_numpy(mask).to(ids.device)
+    split = rollout.reshape(-1)[torch.from_numpy(index.reshape(-1)).to(ids.device)].reshape(*mask.shape)
+    split = split.apply(lambda leaf: _fill_outside(leaf, there, 0))
+    _fill_outside(split.get(id_key), there, PADDING_ID)
+    split.set(mask_key, there)
+    if dims is not None:
+        split.names = dims
     return split
 
 
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """`start, start + 1, ...` of every run, one run after the other."""
-    offsets = np.cumsum(lengths) - lengths
-    return np.repeat(starts - offsets, lengths) + np.arange(int(lengths.sum()))
+def _is_plain(tensordict: TensorDictBase, size: torch.Size) -> bool:
+    """Whether there is nothing in it but tensors on the CPU, in TensorDicts of one batch size."""
+    return type(tensordict) is TensorDict and all(
+        value.is_cpu if type(value) is Tensor else _is_plain(value, size) and value.batch_size == size
+        for value in first_entries(tensordict).values()
+    )
+
+
+def _in_rows(frames: np.ndarray, index: np.ndarray, padding: int) -> np.ndarray:
+    """The frames `index` `[trajectories, longest]`, with a frame of `padding` behind them that it may ask for.
+
+    Large frames are not copied once more for that.
+    """
+    if frames[:1].nbytes <= LARGE:
+        return np.concatenate((frames, np.full_like(frames, padding, shape=(1, *frames.shape[1:])))).take(index, 0)
+    rows = frames.take(index, 0)
+    rows[index == PADDING] = padding
+    return rows
 
 
 def _fill_outside(leaf: Tensor, mask: Tensor, value: int) -> Tensor:
@@ -95,8 +116,9 @@ def _done_of(rollout: TensorDictBase, done_key: Key) -> Tensor:
 
 def _nested(flat: TensorDictBase, starts: np.ndarray, lengths: np.ndarray) -> TensorDict:
     """All entries over the same offsets, so that they can be computed with together."""
-    order = torch.from_numpy(_ranges(starts, lengths))
-    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
+    ends = np.cumsum(lengths)
+    order = torch.from_numpy(np.repeat(starts - ends + lengths, lengths) + np.arange(int(lengths.sum())))
+    offsets = torch.from_numpy(np.concatenate([[0], ends]))
     entries: dict[Key, Tensor] = {}
     for key in flat.keys(True, True):
         leaf = flat.get(key)

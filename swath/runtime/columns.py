@@ -139,7 +139,8 @@ def nbytes(leaves: Mapping[Any, Leaf], shape: Iterable[int], start: int = 0) -> 
 
 def array_of(tensor: Tensor) -> np.ndarray:
     """`tensor` on the CPU as an array over the same memory; as integers of its size if numpy does not know its type."""
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     try:
         return tensor.numpy()
     except TypeError:

@@ -280,6 +280,26 @@ def test_batches_are_not_kept_for_the_one_episode_that_goes_on() -> None:
             name, taken = told([episodes.take(1, "cat")])[0]
             assert taken == whole(name, lengths)[1]
         if number % 20 == 19:
-            held = sum(len(one.frames) for one in gc.get_objects() if type(one) is Chunk)
+            held = sum(one.size for one in gc.get_objects() if type(one) is Chunk)
             assert held <= (number + 1) * steps + (NEW + 1) * lanes * steps
     assert episodes.pending_frames == 0
+
+
+@pytest.mark.parametrize("side", [0, 2, 20])
+def test_episodes_are_whole_and_padded_whichever_batches_they_lie_in(side: int) -> None:
+    episodes, lanes, steps = Episodes(), [[3, 40, 2] * 8, [7] * 60, [1, 90] * 4], 10
+    rows, _, lengths = ring([[*own, 1000] for own in lanes], steps)
+    found = []
+    for begin in range(0, 300, steps):
+        frames = [frames_of(rows[3 * begin + at : 3 * begin + at + steps], lengths) for at in (0, steps, 2 * steps)]
+        batch = torch.stack(frames)
+        episodes.add(batch.set("picture", batch["step"][..., None, None].expand(3, steps, side, side)), begin=begin)
+        while episodes.ready >= 4:
+            taken = episodes.take(4, "padded")
+            mask = taken["collector", "mask"]
+            assert not taken["step"][~mask].any()
+            assert (taken["collector", "traj_ids"][~mask] == -1).all()
+            assert (taken["picture"] == taken["step"][..., None, None]).all()
+            found += told(row[here] for row, here in zip(taken, mask, strict=True))
+    assert found
+    assert found == [whole(name, lengths) for name, _ in found]
