@@ -77,7 +77,12 @@ def _is_straight(function: FunctionType, is_init: bool = False, is_closed: bool 
         if not is_known:
             return False
     is_flat = not any(isinstance(constant, CodeType) for constant in code.co_consts)
-    return is_flat and all(_is_known(value, is_closed) for value in outside.values())
+    return is_flat and all(_is_known(value, is_closed) for value in (*outside.values(), *(function.__defaults__ or ())))
+
+
+def is_value(value: Any) -> bool:
+    """Whether such a function may be given it: it does nothing by itself."""
+    return _is_known(value, is_closed=False) or isinstance(value, D.Transform | list)
 
 
 def _is_known(value: Any, is_closed: bool) -> bool:
@@ -86,7 +91,7 @@ def _is_known(value: Any, is_closed: bool) -> bool:
         return True
     if isinstance(value, type):
         return value.__module__.startswith(HOME)
-    return not is_closed and (is_setting(value) or type(value) is Tensor)
+    return value is None or (not is_closed and (is_setting(value) or type(value) is Tensor))
 
 
 # -- what is built ---------------------------------------------------------------------------------------------------

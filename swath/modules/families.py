@@ -12,7 +12,7 @@ from tensordict.nn.distributions import Delta, OneHotCategorical
 from torch import distributions as D
 
 from swath.keys import Key, as_key
-from swath.modules.builders import builds_independent_normals, is_formula
+from swath.modules.builders import builds_independent_normals, is_formula, is_value
 from swath.modules.built import BuiltStage, TruncatedStage
 from swath.modules.parts import name_of
 from swath.modules.sampling import CategoricalStage, DeltaStage, Family, NormalStage, SamplingStage
@@ -66,8 +66,10 @@ def _family_of(module: ProbabilisticTensorDictModule) -> Family | None:
         return family
     if not module.distribution_kwargs and builds_independent_normals(kind):
         return _INDEPENDENT
-    given = () if module.distribution_kwargs is None else module.distribution_kwargs.keys()
-    return Family(tuple(params_of(module)), (), BuiltStage, frozenset(map(str, given)))
+    given = {} if module.distribution_kwargs is None else dict(module.distribution_kwargs.items())
+    if not all(map(is_value, given.values())):
+        return None
+    return Family(tuple(params_of(module)), (), BuiltStage, frozenset(given))
 
 
 def params_of(module: ProbabilisticTensorDictModule) -> dict[str, Key]:

@@ -6,7 +6,7 @@ it on arrays, or how to see it in the arrays of other nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,10 @@ class Tape(TorchFunctionMode):
         results, name = func(*args, **kwargs), getattr(func, "__name__", "")
         if name not in SILENT or isinstance(results, Tensor):
             build = self._functions.get(name)
+            if any(
+                isinstance(one, Tensor) and one.dtype not in self._dtypes for one in _inside((args, *kwargs.values()))
+            ):
+                raise UnknownError("a number that may change")
             if build is None or (kwargs.pop("inplace", False) and self._is_seen_elsewhere(self.node_of(args[0]))):
                 raise UnknownError(func)
             node = build(self, results, *args, **kwargs)
@@ -158,3 +162,14 @@ class Tape(TorchFunctionMode):
         """Raise if `dim` is not the last dimension of `x`."""
         if self.dimension(x, dim) != x.ndim - 1:
             raise UnknownError(f"dimension {dim}")
+
+
+def _inside(given: Any) -> Iterator[Any]:
+    """All that is in an argument, as in the slices of an index."""
+    if isinstance(given, tuple | list):
+        for one in given:
+            yield from _inside(one)
+    elif isinstance(given, slice):
+        yield from (given.start, given.stop, given.step)
+    else:
+        yield given

@@ -235,7 +235,7 @@ FUNCTIONS: dict[str, Callable[..., TapeNode | None]] = {
     "ones_like": _like(np.ones_like),
     "where": _where,
     "masked_fill": lambda tape, result, x, mask, value: _where(tape, result, mask, value, x),
-    "float": lambda tape, result, x: _in_place(tape, x),
+    "float": lambda tape, result, x: _same(tape, result, x) if result is x else _in_place(tape, x),
 }
 """By name, which is the same for functions of torch and methods of tensors."""
 

@@ -59,6 +59,10 @@ def in_an_element(loc: Tensor, scale: Tensor) -> D.Distribution:
     return D.TransformedDistribution(D.Normal(loc, scale), [D.AffineTransform(amount[0], 1.0)])
 
 
+def by_default(loc: Tensor, scale: Tensor, draw: Callable[[], float] = random.random) -> D.Distribution:
+    return D.TransformedDistribution(D.Normal(loc, scale), [D.AffineTransform(draw(), 1.0)])
+
+
 def of_a_lane(loc: Tensor, scale: Tensor) -> D.Distribution:
     return D.TransformedDistribution(D.Normal(loc, scale), [D.AffineTransform(loc[0], 1.0)])
 
@@ -78,7 +82,7 @@ def test_what_is_known_of_them() -> None:
         assert recipe_of(build, AXES, {}) == recipe
 
 
-@pytest.mark.parametrize("build", [branching, drawing, printing, in_an_element, Clamped, D.Normal, 3])
+@pytest.mark.parametrize("build", [branching, drawing, printing, in_an_element, by_default, Clamped, D.Normal, 3])
 def test_code_that_may_do_something_else(build: Any) -> None:
     assert not is_formula(build)
 

@@ -150,6 +150,24 @@ class Turned(Net):
         return self.out(self.one(x).transpose(0, 1).transpose(0, 1)) + x.unsqueeze(0)[0, :1, :3]
 
 
+class Counted(Net):
+    """Has a number in a tensor, which may be changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.one(x)) + x[..., : self.count]
+
+
+class ByValue(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.free:
+            x = x * weight
+        return self.out(self.one(x))
+
+
 class OnItsInput(Net):
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.one(self.act(x)))
@@ -211,7 +229,7 @@ CALLED: dict[str, Callable[[], nn.Module]] = {
             Reaching,
         )
     },
-    **{kind.__name__: kind for kind in (Watching, Dropping, Turned)},
+    **{kind.__name__: kind for kind in (Watching, Dropping, Turned, Counted, ByValue)},
     "in a closure": in_a_closure,
     "too large": lambda: nn.Sequential(nn.Linear(zoo.SIZE, 1000), Differently(1000, 1000), nn.Linear(1000, 3)),
 }
