@@ -13,13 +13,13 @@ from tensordict.nn import InteractionType, ProbabilisticTensorDictModule, Tensor
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
-from swath.entries import inferring
 from swath.envs.rows import Rows
 from swath.keys import Key, as_key
 from swath.modules.composite import composite_stage
 from swath.modules.exploration import acting_type
+from swath.modules.keeping import Reading
 from swath.modules.mlp import mlp_stage
-from swath.modules.parts import Writes, acts_as, declared_by, keeps_nothing, overlap, parts_of
+from swath.modules.parts import Writes, acts_as, declared_by, overlap, parts_of
 from swath.modules.peer_parts import peer_stage
 from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
@@ -55,15 +55,19 @@ class Planner:
         self._away = None if device == probe.place else device
         self._fast = fast and self._away is None
         self._compiled = compiled
+        self._may_keep = probe.may_keep
+        self.readings: list[Reading] = []
+        """What was read of what the last plan calls."""
 
     def plan(self, policy: Any) -> list[Stage]:
         """The stages for `policy` as it is now, in the order in which they run."""
         if type(policy) is RandomPolicy and not is_altered(policy.modules()):
             return [RandomStage(policy.codec, self._outputs)]
-        parts = self._parts(policy)
+        parts, self.readings = self._parts(policy), []
         if isinstance(parts, str):
             call = self._as_called(policy)
             whole = TensorDictStage(call, self._present, (), self._outputs, self._visible, self._device)
+            whole.infers = self._may_infer(policy)
             whole.reason = f"{type(policy).__name__} is called as a whole: {parts}"
             return [whole]
         stages, written = list[Stage](), list[Key]()
@@ -111,8 +115,10 @@ class Planner:
             quick = self._quick(part, in_keys, arrays)
             if quick is not None:
                 return quick
-            call = self._as_called(part.module if part.method is None else getattr(part.module, part.method))
+            held = part.module if part.method is None else getattr(part.module, part.method)
+            call = self._as_called(held)
             torch_stage = TorchStage(part, call, [known[key] for key in in_keys], self._outputs, self._away)
+            torch_stage.infers = self._may_infer(held)
             torch_stage.reason = self._why(part, "it is no small network of known layers and arithmetic")
             return torch_stage
         is_sampler = acts_as(part) is ProbabilisticTensorDictModule
@@ -124,7 +130,7 @@ class Planner:
             call = self._as_called(part)
             stage = TensorDictStage(call, self._present, written, self._outputs, writes.leaves, self._device)
         refused = "its distribution, or how it is drawn from, is not known" if is_sampler else "it takes a TensorDict"
-        stage.reason = self._why(part, refused)
+        stage.reason, stage.infers = self._why(part, refused), self._may_infer(part)
         return stage
 
     def _draws_plainly(self, part: ProbabilisticTensorDictModule) -> bool:
@@ -135,11 +141,17 @@ class Planner:
     def _as_called(self, what: Callable[..., Any]) -> Callable[..., Any]:
         """A module or function that has to be called: compiled, if so asked. What is known would lose by it."""
         if not self._compiled:
-            is_plain = isinstance(what, nn.Module) and keeps_nothing(what) and not is_altered(what.modules())
-            return inferring(what) if is_plain else what
+            return what
         compiler.make_ready()
         options = self._compiled if isinstance(self._compiled, Mapping) else {}
         return torch.compile(what, **options)
+
+    def _may_infer(self, what: Any) -> bool:
+        """Whether what is called keeps no tensor and asks for no gradients; see NOTE [Keeping nothing]."""
+        if self._compiled or has_global_extras():
+            return False
+        self.readings.append(reading := Reading(what))
+        return reading.keeps_nothing and (reading.is_librarys or not self._may_keep)
 
     def _why(self, part: Any, refused: str) -> str:
         """Why `part` is called, if it was not `refused` for a reason that all parts share."""
@@ -186,15 +198,19 @@ class Composition:
     one; but by identity, and without a line of Python for each.
     """
 
-    def __init__(self, policy: Any) -> None:
-        """Remember what `policy` is made of now."""
+    def __init__(self, policy: Any, readings: Sequence[Reading] = ()) -> None:
+        """Remember what `policy` is made of now, and what was read of it."""
         modules = tuple(policy.modules()) if isinstance(policy, nn.Module) else ()
+        modules = tuple(dict.fromkeys([*modules, *chain.from_iterable(one.modules for one in readings)]))
+        self._readings = [one for one in readings if not one.is_librarys]
+        counted = [(id(space), name) for one in readings for space, name in one.counted]
         self._attributes = [vars(module) for module in modules]
         self._switched = [module for module in modules if hasattr(type(module), "recurrent_mode")]
         """TorchRL's modules, which a context may switch over."""
         samplers = [module for module in modules if isinstance(module, ProbabilisticTensorDictModule)]
         self._given = [module.distribution_kwargs for module in samplers if module.distribution_kwargs is not None]
-        self._settings = [pair for module in modules for pair in _settings_of(module)]
+        settings = [pair for module in modules for pair in _settings_of(module)]
+        self._settings = [(own, name) for own, name in settings if (id(own), name) not in counted]
         weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
         self._lazy = [weight for weight in weights if nn.parameter.is_lazy(weight)]
         self._weights = [weight for weight in weights if not nn.parameter.is_lazy(weight)]
@@ -230,6 +246,8 @@ class Composition:
     def has_changed(self) -> bool:
         """Whether it is made of something else by now."""
         held, before = self._holding(), self._held
+        if self._readings and any([reading.has_changed for reading in self._readings]):
+            return True
         return len(held) != len(before) or not all(map(is_, held, before)) or self._look() != self._before
 
 

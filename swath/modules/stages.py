@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,6 @@ from swath.envs.spaces import ActionCodec
 from swath.errors import PolicyError
 from swath.keys import FLAGS, Key, as_key, as_path, is_private, nest
 from swath.modules.exploration import as_explored
-from swath.modules.parts import keeps_nothing
 from swath.runtime.columns import writable
 
 Filled = tuple[slice, slice] | np.ndarray
@@ -60,6 +61,9 @@ class Stage:
     reason = ""
     """Why a module is called where arithmetic on rows would be quicker; empty for stages that are quick."""
 
+    infers = False
+    """Whether it runs in inference mode: torch is quicker there, but no tensor of this can be trained with later."""
+
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Make ready for `steps` steps."""
 
@@ -77,6 +81,15 @@ class Stage:
 
     def finish(self, columns: Mapping[Key, Any], filled: Filled) -> None:
         """Fill the stage's late entries, given all columns `[N, T, ...]`, where they are valid: arrays, on the CPU."""
+
+
+def in_turn(stages: Iterable[Stage], name: str = "run") -> list[Callable[..., object]]:
+    """What runs `stages` one after the other; inference mode is entered once for all that follow each other there."""
+    runs: list[Callable[..., object]] = []
+    for infers, some in groupby(stages, attrgetter("infers")):
+        own = [getattr(stage, name) for stage in some]
+        runs += [inferring(own)] if infers else own
+    return runs
 
 
 class RandomStage(Stage):
@@ -198,12 +211,14 @@ class TorchStage(Stage):
             results = self._explored(*inputs, **self._options)
         else:
             results = self._explored(**dict(zip(self._names, inputs, strict=True)), **self._options)
-        if not isinstance(results, tuple):
+        if type(results) is Tensor:
+            results = (results,)
+        elif not isinstance(results, tuple):
             is_named = isinstance(results, Mapping | TensorDictBase)
             results = tuple(results[key] for key in self._keys) if is_named else (results,)
         if len(results) != len(self._keys):
             raise PolicyError(f"The policy returned {len(results)} results for its out_keys {list(self._keys)}.")
-        for key, result in zip(self._keys, results, strict=True):
+        for key, result in zip(self._keys, results, strict=False):
             if key != "_":
                 if not isinstance(result, Tensor):
                     raise PolicyError(f"The policy returned {type(result).__name__} for {key!r}; it must be a tensor.")
@@ -222,7 +237,6 @@ class DistributionStage(Stage):
         """Take the settings as they are now."""
         kwargs = self._part.distribution_kwargs
         self._settings = {} if kwargs is None else dict(kwargs.items())
-        self._draw = inferring(self._drawn) if keeps_nothing(self._part) else self._drawn
 
     def run(self, t: int) -> None:
         """Draw."""
@@ -236,7 +250,7 @@ class DistributionStage(Stage):
         _scatter(some, self._outputs, lanes)
 
     def _run(self, params: Mapping[str, Tensor], outputs: Rows) -> None:
-        for key, drawn in zip(self._keys, self._draw(params), strict=True):
+        for key, drawn in zip(self._keys, self._drawn(params), strict=True):
             outputs.put(key, drawn, "The policy")
 
     def _drawn(self, params: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
