@@ -107,6 +107,8 @@ class Reading:
         self.is_librarys = isinstance(what, nn.Module) and all(map(_is_plain, what.modules()))
         """Whether it is all torch's or tensordict's code, so that nothing has to be read."""
         self.keeps_nothing = self.is_librarys or self._is_harmless(what)
+        self.only_reads = self.is_librarys and not any(getattr(one, "inplace", False) for one in what.modules())
+        """Whether it is known to leave alone what it is given."""
 
     @property
     def modules(self) -> list[nn.Module]:

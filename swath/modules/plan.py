@@ -67,7 +67,7 @@ class Planner:
         if isinstance(parts, str):
             call = self._as_called(policy)
             whole = TensorDictStage(call, self._present, (), self._outputs, self._visible, self._device)
-            whole.infers = self._may_infer(policy)
+            self._read(policy, whole)
             whole.reason = f"{type(policy).__name__} is called as a whole: {parts}"
             return [whole]
         stages, written = list[Stage](), list[Key]()
@@ -118,7 +118,7 @@ class Planner:
             held = part.module if part.method is None else getattr(part.module, part.method)
             call = self._as_called(held)
             torch_stage = TorchStage(part, call, [known[key] for key in in_keys], self._outputs, self._away)
-            torch_stage.infers = self._may_infer(held)
+            self._read(held, torch_stage)
             torch_stage.reason = self._why(part, "it is no small network of known layers and arithmetic")
             return torch_stage
         is_sampler = acts_as(part) is ProbabilisticTensorDictModule
@@ -130,7 +130,8 @@ class Planner:
             call = self._as_called(part)
             stage = TensorDictStage(call, self._present, written, self._outputs, writes.leaves, self._device)
         refused = "its distribution, or how it is drawn from, is not known" if is_sampler else "it takes a TensorDict"
-        stage.reason, stage.infers = self._why(part, refused), self._may_infer(part)
+        stage.reason = self._why(part, refused)
+        self._read(part, stage)
         return stage
 
     def _draws_plainly(self, part: ProbabilisticTensorDictModule) -> bool:
@@ -146,12 +147,12 @@ class Planner:
         options = self._compiled if isinstance(self._compiled, Mapping) else {}
         return torch.compile(what, **options)
 
-    def _may_infer(self, what: Any) -> bool:
-        """Whether what is called keeps no tensor and asks for no gradients; see NOTE [Keeping nothing]."""
-        if self._compiled or has_global_extras():
-            return False
-        self.readings.append(reading := Reading(what))
-        return reading.keeps_nothing and (reading.is_librarys or not self._may_keep)
+    def _read(self, what: Any, stage: Stage) -> None:
+        """Find out whether what `stage` calls keeps no tensor and asks for no gradients; see NOTE [Keeping nothing]."""
+        if not self._compiled and not has_global_extras():
+            self.readings.append(reading := Reading(what))
+            stage.infers = reading.keeps_nothing and (reading.is_librarys or not self._may_keep)
+            stage.only_reads = stage.infers and reading.only_reads and self._away is None
 
     def _why(self, part: Any, refused: str) -> str:
         """Why `part` is called, if it was not `refused` for a reason that all parts share."""

@@ -61,6 +61,9 @@ class Stage:
     reason = ""
     """Why a module is called where arithmetic on rows would be quicker; empty for stages that are quick."""
 
+    only_reads = False
+    """Whether what it calls leaves alone what it is given, and does not keep it, so that it need not get copies."""
+
     infers = False
     """Whether it runs in inference mode: torch is quicker there, but no tensor of this can be trained with later."""
 
@@ -171,7 +174,8 @@ class EchoStage(Stage):
 class TorchStage(Stage):
     """A module called directly on tensors: what a TensorDictModule holds, without the TensorDict around it.
 
-    It is given copies: rows are written over in the next step, but a module may keep what it is given, or change it.
+    It is given copies: rows are written over in the next step, but a module may keep what it is given, or change it,
+    unless its code says otherwise.
     """
 
     def __init__(
@@ -189,6 +193,7 @@ class TorchStage(Stage):
         self._copiers = [copier(x) if device is None else partial(x.to, device) for x in inputs]
         self._outputs = outputs
         self._keys = tuple(as_key(key) for key in part.out_keys)
+        self._writers = self._writers_to(outputs)
         self._device = device
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
@@ -197,16 +202,20 @@ class TorchStage(Stage):
 
     def run(self, t: int) -> None:
         """Call the module and keep its results."""
-        self._run([copy() for copy in self._copiers], self._outputs)
+        inputs = self._inputs if self.only_reads else [copy() for copy in self._copiers]
+        self._run(inputs, self._writers)
 
     def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
         """Call the module with the rows of some lanes."""
         dims = len(self._outputs.batch_size)
         some = _gather(self._outputs, [key for key in self._keys if key != "_"], lanes)
-        self._run([x.flatten(0, dims - 1)[lanes].to(self._device) for x in self._inputs], some)
+        self._run([x.flatten(0, dims - 1)[lanes].to(self._device) for x in self._inputs], self._writers_to(some))
         _scatter(some, self._outputs, lanes)
 
-    def _run(self, inputs: list[Tensor], outputs: Rows) -> None:
+    def _writers_to(self, outputs: Rows) -> list[tuple[Key, Callable[[Tensor], None] | None]]:
+        return [(key, None if key == "_" else outputs.writer(key, "The policy")) for key in self._keys]
+
+    def _run(self, inputs: Sequence[Tensor], writers: list[tuple[Key, Callable[[Tensor], None] | None]]) -> None:
         if self._names is None:
             results = self._explored(*inputs, **self._options)
         else:
@@ -218,11 +227,11 @@ class TorchStage(Stage):
             results = tuple(results[key] for key in self._keys) if is_named else (results,)
         if len(results) != len(self._keys):
             raise PolicyError(f"The policy returned {len(results)} results for its out_keys {list(self._keys)}.")
-        for key, result in zip(self._keys, results, strict=False):
-            if key != "_":
+        for (key, write), result in zip(writers, results, strict=False):
+            if write is not None:
                 if not isinstance(result, Tensor):
                     raise PolicyError(f"The policy returned {type(result).__name__} for {key!r}; it must be a tensor.")
-                outputs.put(key, result, "The policy")
+                write(result)
 
 
 class DistributionStage(Stage):
@@ -232,6 +241,7 @@ class DistributionStage(Stage):
         """Give the rows `params`, by name, to the distribution of `part`; what is drawn goes to `outputs`."""
         self._part, self._params, self._outputs = part, params, outputs
         self._keys = [as_key(key) for key in part.out_keys]  # the sample, and how likely it was
+        self._writers = [outputs.writer(key, "The policy") for key in self._keys]
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Take the settings as they are now."""
@@ -240,18 +250,17 @@ class DistributionStage(Stage):
 
     def run(self, t: int) -> None:
         """Draw."""
-        self._run(self._params, self._outputs)
+        for write, drawn in zip(self._writers, self._drawn(self._params), strict=True):
+            write(drawn)
 
     def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
         """Draw for some lanes."""
         dims = len(self._outputs.batch_size)
         some = _gather(self._outputs, self._keys, lanes)
-        self._run({name: row.flatten(0, dims - 1)[lanes] for name, row in self._params.items()}, some)
-        _scatter(some, self._outputs, lanes)
-
-    def _run(self, params: Mapping[str, Tensor], outputs: Rows) -> None:
+        params = {name: row.flatten(0, dims - 1)[lanes] for name, row in self._params.items()}
         for key, drawn in zip(self._keys, self._drawn(params), strict=True):
-            outputs.put(key, drawn, "The policy")
+            some.put(key, drawn, "The policy")
+        _scatter(some, self._outputs, lanes)
 
     def _drawn(self, params: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         distribution = self._part.distribution_class(**params, **self._settings)
@@ -284,6 +293,8 @@ class TensorDictStage(Stage):
         self._written = written
         self._outputs = outputs
         self._keys = tuple(out_keys)
+        self._writers = self._writers_to(outputs)
+        self._given = {key: present.tensors[key] for key in self._copiers}
         self._private = [key for key in self._keys if is_private(key)]
         self._kept: dict[Key, Tensor] = {}
         """What the policy wrote for itself in its last call: it may look for it in the next, as noise processes do."""
@@ -301,14 +312,15 @@ class TensorDictStage(Stage):
 
     def run(self, t: int) -> None:
         """Call the policy and keep what it promised."""
-        inputs = {key: copy() for key, copy in self._copiers.items()}
+        reads = self.only_reads and not self._private  # what it keeps for itself may be what it was given
+        inputs = self._given if reads else {key: copy() for key, copy in self._copiers.items()}
         if self._kept or not self._is_flat:
             request = self._request({**self._flags.get(), **inputs}, self._kept, self._outputs)
         else:
             if self._form is None or self._flags.have_changed:
                 self._form = Form(self._request(self._flags.get(), {}, self._outputs))
             request = self._form.filled(inputs)
-        answer = self._ask(request, self._outputs)
+        answer = self._ask(request, self._writers)
         if self._private:
             self._kept = {key: answer.get(key) for key in self._private}
             self._has_kept[:] = True
@@ -326,7 +338,7 @@ class TensorDictStage(Stage):
         kept = {key: value.flatten(0, dims - 1) for key, value in self._kept.items()}
         given = {key: value[lanes] for key, value in kept.items()} if self._has_kept[lanes[0]] else {}
         some = _gather(self._outputs, dict.fromkeys([*self._written, *self._keys]), lanes)
-        answer = self._ask(self._request(inputs, given, some), some)
+        answer = self._ask(self._request(inputs, given, some), self._writers_to(some))
         _scatter(some, self._outputs, lanes)
         for key in self._private:
             value = answer.get(key)
@@ -341,16 +353,19 @@ class TensorDictStage(Stage):
             return trusted(entries, outputs.batch_size, self._device)
         return TensorDict(nest(entries), outputs.batch_size, device=self._device)
 
-    def _ask(self, request: TensorDict, outputs: Rows) -> TensorDictBase:
+    def _writers_to(self, outputs: Rows) -> list[tuple[Key, Callable[[Tensor], None]]]:
+        return [(key, outputs.writer(key, "The policy")) for key in self._keys]
+
+    def _ask(self, request: TensorDict, writers: list[tuple[Key, Callable[[Tensor], None]]]) -> TensorDictBase:
         answer = checked_answer(self._explored(request))
         found = first_entries(answer)
-        for key in self._keys:
-            value = found.get(key) if isinstance(key, str) else answer.get(key, None)
+        for key, write in writers:
+            value = found.get(key) if type(key) is str else answer.get(key, None)
             if value is None:
                 raise PolicyError(
                     f"The policy wrote {'/'.join(as_path(key))!r} in its first call, but not in this one."
                 )
-            outputs.put(key, value, "The policy")
+            write(value)
         return answer
 
 

@@ -7,7 +7,7 @@ import policy_zoo as zoo
 import pytest
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torch import distributions as D
 
@@ -399,3 +399,22 @@ def test_the_first_call_is_watched() -> None:
 def test_inference_mode_changes_no_number(way: dict[str, Any]) -> None:
     policy = zoo.discrete(net=Counting())
     zoo.assert_agrees(policy, zoo.collect(policy, **way))
+
+
+@pytest.mark.parametrize("way", [{"fast_policy": False}, {"trust_policy": True}], ids=str)
+@pytest.mark.parametrize("first", [nn.ReLU(inplace=True), nn.ReLU(), nn.Identity()], ids=repr)
+def test_a_network_that_gets_no_copy_changes_no_observation(first: nn.Module, way: dict[str, Any]) -> None:
+    collector = zoo.begun(zoo.module(nn.Sequential(first, zoo.mlp(zoo.CHOICES))), **way)
+    wanted = zoo.begun(zoo.module(nn.Sequential(nn.Identity(), zoo.mlp(zoo.CHOICES)))).next()
+    batch = collector.next()
+    zoo.assert_same(batch["observation"], wanted["observation"])
+    assert (batch["observation"] < 0).any()
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_entries_that_are_the_observation_itself_are_kept_as_they_were(trusted: bool) -> None:
+    alias = zoo.module(nn.Identity(), "_same")
+    policy = TensorDictSequential(alias, zoo.module(zoo.mlp(zoo.CHOICES), source="_same"))
+    batch = zoo.begun(policy, trust_policy=trusted).next()
+    wanted = policy[1].module(batch["observation"])
+    zoo.assert_same(batch["action"], wanted.detach())
