@@ -234,6 +234,15 @@ def _sample(cliff: Cliff, net: nn.Module) -> Callable[[Tensor], tuple[Tensor, Te
         return lambda observation: drawn(distributions.Categorical(logits=net(observation)))
     if cliff.policy == "own_forward":
         net = OwnForward(net)
+    if cliff.policy == "foreign_value":
+        known, head = Sampler(cliff.collected, net).sample, Strange()
+        values = torch.empty(cliff.envs, 1).numpy()
+
+        def valued(observation: Tensor) -> tuple[Tensor, Tensor]:
+            values[:] = head(observation).numpy()
+            return known(observation)
+
+        return valued
     return Sampler(cliff.collected, net).sample
 
 

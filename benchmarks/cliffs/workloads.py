@@ -85,7 +85,7 @@ _CLIFFS = (
     Cliff("C16", "10 whole episodes at a time", options={"trajs_per_batch": 10}, also=("swath_plain",)),
     Cliff("C17", "split into episodes", options={"split_trajs": True}, also=("swath_plain",)),
     Cliff("C18", "compile_policy=True, 4 envs", envs=4, options={"compile_policy": True}, also=("swath_plain",)),
-    Cliff("C19", "a foreign module behind the actor", policy="foreign_value", beside="swath_plain"),
+    Cliff("C19", "a foreign module behind the actor", policy="foreign_value", also=("swath_plain",)),
     Cliff("C20", "a function on TensorDicts", policy="function"),
     Cliff("C21", "a network with a forward of its own", policy="own_forward"),
     Cliff("C22", "an EnvBase of one's own in torch, 256 lanes", envs=256, frames=16_384, env="tensor"),

@@ -86,15 +86,11 @@ class Rows:
 
     def put(self, key: Key, value: Tensor, where: str) -> None:
         """Copy `value` into `key`; shape and kind must agree, as broadcasting or rounding would hide a mistake."""
-        shape, dtype, take = self._forms[key]
-        if value.shape != shape:
-            raise wrong_shape(key, shape, value.shape, where)
-        if value.dtype is not dtype and not torch.can_cast(value.dtype, dtype):
-            raise TypeError(
-                f"{where} gave {key!r} as {value.dtype}, but {dtype} was expected: the first call decides. "
-                "Give the same kind of numbers every time."
-            )
-        take(value.detach() if value.requires_grad else value)
+        _copy_alike(key, where, *self._forms[key], value)
+
+    def writer(self, key: Key, where: str) -> Callable[[Tensor], None]:
+        """What puts a value into `key`, for those who do it in every step."""
+        return partial(_copy_alike, key, where, *self._forms[key])
 
     def set(self, key: Key, value: Tensor) -> None:
         """Copy `value`, of the same shape, into `key`."""
@@ -120,6 +116,20 @@ class Rows:
             lanes = self.flat(key)[start:stop]
             part.add(key, lanes.view((*batch_size, *lanes.shape[1:])))
         return part
+
+
+def _copy_alike(
+    key: Key, where: str, shape: torch.Size, dtype: torch.dtype, take: Callable[[Tensor], object], value: Tensor
+) -> None:
+    """Let `value` be taken if it has this shape and can be had as this type."""
+    if value.shape != shape:
+        raise wrong_shape(key, shape, value.shape, where)
+    if value.dtype is not dtype and not torch.can_cast(value.dtype, dtype):
+        raise TypeError(
+            f"{where} gave {key!r} as {value.dtype}, but {dtype} was expected: the first call decides. "
+            "Give the same kind of numbers every time."
+        )
+    take(value.detach() if value.requires_grad else value)
 
 
 def _copy_in_turn(target: Tensor, array: np.ndarray, value: Tensor) -> None:

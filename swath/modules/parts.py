@@ -67,23 +67,6 @@ def _relative_of(kind: Any) -> type | None:
     return known if all(getattr_static(kind, name) is getattr_static(known, name) for name in names) else None
 
 
-def keeps_nothing(policy: nn.Module) -> bool:
-    """Whether no call of `policy` keeps a tensor or asks for gradients: it is all torch's or tensordict's code."""
-    return all(map(_keeps_nothing, policy.modules()))
-
-
-def _keeps_nothing(module: Any) -> bool:
-    kind = acts_as(module)
-    if kind is ProbabilisticTensorDictModule:
-        made = module.distribution_class
-        settings = (module.distribution_kwargs or {}).values()
-        is_known = isinstance(made, type) and made.__module__.startswith(("torch.distributions.", "swath.", "torchrl."))
-        return is_known and all(isinstance(value, bool | int | float | str | Tensor | None) for value in settings)
-    if kind is TensorDictModule:
-        return isinstance(module.module, nn.Module) and module.method is None
-    return kind is not None or (type(module).__module__ or "").startswith("torch.nn.modules.")
-
-
 def parts_of(policy: Any) -> list[Any] | None:
     """The modules of a sequence in order, `[policy]` for a single known module, None for anything else."""
     kind = acts_as(policy)

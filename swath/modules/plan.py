@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.utils.hooks import RemovableHandle
 
-from swath.entries import inferring
 from swath.envs.rows import Rows
 from swath.keys import Key, as_key
 from swath.modules.composite import composite_stage
 from swath.modules.exploration import acting_type
 from swath.modules.families import draws_once, params_of, sampling_stage
+from swath.modules.keeping import Reading
 from swath.modules.mlp import mlp_stage
-from swath.modules.parts import Writes, acts_as, are_same, declared_by, keeps_nothing, overlap, parts_of
+from swath.modules.parts import Writes, acts_as, are_same, declared_by, overlap, parts_of
 from swath.modules.peer_parts import is_kept_safe, peer_stage, projection_stage
 from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
@@ -55,15 +55,19 @@ class Planner:
         self._away = None if device == probe.place else device
         self._fast = fast and self._away is None
         self._compiled = compiled
+        self._may_keep = probe.may_keep
+        self.readings: list[Reading] = []
+        """What was read of what the last plan calls."""
 
     def plan(self, policy: Any) -> list[Stage]:
         """The stages for `policy` as it is now, in the order in which they run."""
         if type(policy) is RandomPolicy and not is_altered(policy.modules()):
             return [RandomStage(policy.codec, self._outputs)]
-        parts = self._parts(policy)
+        parts, self.readings = self._parts(policy), []
         if isinstance(parts, str):
             call = self._as_called(policy)
             whole = TensorDictStage(call, self._present, (), self._outputs, self._visible, self._device)
+            self._read(policy, whole)
             whole.reason = f"{type(policy).__name__} is called as a whole: {parts}"
             return [whole]
         stages, written = list[Stage](), list[Key]()
@@ -118,8 +122,10 @@ class Planner:
             quick = self._quick(part, in_keys, arrays)
             if quick is not None:
                 return quick
-            call = self._as_called(part.module if part.method is None else getattr(part.module, part.method))
+            held = part.module if part.method is None else getattr(part.module, part.method)
+            call = self._as_called(held)
             torch_stage = TorchStage(part, call, [known[key] for key in in_keys], self._outputs, self._away)
+            self._read(held, torch_stage)
             torch_stage.reason = self._why(part, "it is no small network of known layers and arithmetic")
             return torch_stage
         is_sampler = acts_as(part) is ProbabilisticTensorDictModule
@@ -132,6 +138,7 @@ class Planner:
             stage = TensorDictStage(call, self._present, written, self._outputs, writes.leaves, self._device)
         refused = "its distribution, or how it is drawn from, is not known" if is_sampler else "it takes a TensorDict"
         stage.reason = self._why(part, refused)
+        self._read(part, stage)
         return stage
 
     def _draws_plainly(self, part: ProbabilisticTensorDictModule) -> bool:
@@ -142,11 +149,17 @@ class Planner:
     def _as_called(self, what: Callable[..., Any]) -> Callable[..., Any]:
         """A module or function that has to be called: compiled, if so asked. What is known would lose by it."""
         if not self._compiled:
-            is_plain = isinstance(what, nn.Module) and keeps_nothing(what) and not is_altered(what.modules())
-            return inferring(what) if is_plain else what
+            return what
         compiler.make_ready()
         options = self._compiled if isinstance(self._compiled, Mapping) else {}
         return torch.compile(what, **options)
+
+    def _read(self, what: Any, stage: Stage) -> None:
+        """Find out whether what `stage` calls keeps no tensor and asks for no gradients; see NOTE [Keeping nothing]."""
+        if not self._compiled and not has_global_extras():
+            self.readings.append(reading := Reading(what))
+            stage.infers = reading.keeps_nothing and (reading.is_librarys or not self._may_keep)
+            stage.only_reads = stage.infers and reading.only_reads and self._away is None
 
     def _why(self, part: Any, refused: str) -> str:
         """Why `part` is called, if it was not `refused` for a reason that all parts share."""
@@ -196,9 +209,12 @@ class Composition:
     module. What else modules hold is compared one by one; but by identity, and without a line of Python for each.
     """
 
-    def __init__(self, policy: Any) -> None:
-        """Remember what `policy` is made of now."""
+    def __init__(self, policy: Any, readings: Sequence[Reading] = ()) -> None:
+        """Remember what `policy` is made of now, and what was read of it."""
         modules = tuple(policy.modules()) if isinstance(policy, nn.Module) else ()
+        modules = tuple(dict.fromkeys([*modules, *chain.from_iterable(one.modules for one in readings)]))
+        self._readings = [one for one in readings if not one.is_librarys]
+        counted = [(id(space), name) for one in readings for space, name in one.counted]
         self._attributes = [vars(module) for module in modules]
         samplers = [module for module in modules if isinstance(module, ProbabilisticTensorDictModule)]
         given = [module.distribution_kwargs for module in samplers if module.distribution_kwargs is not None]
@@ -212,6 +228,7 @@ class Composition:
         """TorchRL's modules, which a context may switch over."""
         settings = [pair for module in modules for pair in _settings_of(module)]
         settings += [(own, "_parameters") for own in self._attributes if own["_parameters"]]  # may be exchanged whole
+        settings = [(own, name) for own, name in settings if (id(own), name) not in counted]
         self._set_on, self._names = [own for own, _ in settings], [name for _, name in settings]
         weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
         self._lazy = [weight for weight in weights if nn.parameter.is_lazy(weight)]
@@ -262,6 +279,8 @@ class Composition:
                 return True
             self._counted = counted
         if self._has_rare and self._look_at_the_rare() != self._rare:
+            return True
+        if self._readings and any([reading.has_changed for reading in self._readings]):
             return True
         return self._places() != self._placed or torch.is_autocast_enabled("cpu") != self._has_autocast
 

@@ -29,7 +29,7 @@ from swath.modules.exploration import ExplorationType, acting_type
 from swath.modules.plan import Composition, Planner
 from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
-from swath.modules.stages import EchoStage, Filled, RandomStage, RangeStage, Stage, StageName
+from swath.modules.stages import EchoStage, Filled, RandomStage, RangeStage, Stage, StageName, in_turn
 
 
 def as_policy(policy: Any, env: EnvBase) -> Any:
@@ -169,7 +169,7 @@ class PolicyRunner:
                 acting, self._checks = [*active, *self._checks], []
         if acting is not self._acting:
             self._active, self._acting = active, acting
-            self._runs = [stage.run for stage in acting]
+            self._runs, self._runs_on = in_turn(acting), in_turn(acting, "run_on")
             self._finishes = [stage.finish for stage in active if type(stage).finish is not Stage.finish]
             late = {key for stage in active for key in stage.late}
             self._recorded = [key for key in self.outputs.tensors if key not in late]
@@ -182,7 +182,7 @@ class PolicyRunner:
         kind, known = kind or acting_type(), self._composition
         if known is None or kind is not self._planned_for or known.has_changed:
             self._plan = self._planner.plan(self.policy)
-            self._planned_for, self._composition = kind, Composition(self.policy)
+            self._planned_for, self._composition = kind, Composition(self.policy, self._planner.readings)
         return self._plan
 
     @property
@@ -213,8 +213,8 @@ class PolicyRunner:
             self.act(int(times[0]))
             return
         try:
-            for stage in self._acting:
-                stage.run_on(lanes, times)
+            for run_on in self._runs_on:
+                run_on(lanes, times)
         except Exception as error:
             annotate(error, f"Raised by the policy in steps {times.tolist()} of the lanes {lanes.tolist()} of a batch.")
             raise

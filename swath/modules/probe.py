@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from swath.envs.rows import Rows
 from swath.errors import PolicyError, RowCountError, annotate, suggestion
 from swath.keys import IS_INIT, Key, after, as_key, as_path, nest
 from swath.modules.exploration import acting_type
+from swath.modules.keeping import Made, Reading
 from swath.modules.parts import Watch, Writes, is_left_alone, overlap
 from swath.modules.stages import ask
 from swath.modules.without_trace import without_trace
@@ -42,6 +44,8 @@ class Probe:
         self._present = present
         self._device = device
         self._opaque = opaque
+        reading = Reading(policy)
+        self._made = Made() if reading.keeps_nothing and not reading.is_librarys else None
         self.state = self._find_state()
         missing = [read for read, _ in self.state if read not in present.tensors]
         if missing:
@@ -49,6 +53,8 @@ class Probe:
         else:
             self._call()
         self._must_act()
+        self.may_keep = self._made is None or not self._made.are_gone
+        """Whether a tensor of the call may be kept somewhere: unless all of them are gone by now."""
 
     def _find_state(self) -> list[tuple[Key, Key]]:
         """Pairs (read, written); `is_init` is added to the present, anything else unknown is an error."""
@@ -121,7 +127,13 @@ class Probe:
         watch = Watch(None if self._opaque else self._policy)
         # Every distribution can be sampled; many have nothing to offer for tensordict's default, a deterministic value.
         kind = acting_type() or InteractionType.RANDOM
-        with torch.no_grad(), set_interaction_type(kind), without_trace(self._policy), watch.looking():
+        with (
+            torch.no_grad(),
+            set_interaction_type(kind),
+            without_trace(self._policy),
+            watch.looking(),
+            self._made or nullcontext(),
+        ):
             try:
                 answer = ask(self._policy, request)
             except Exception as error:

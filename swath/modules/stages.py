@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,6 @@ from swath.envs.spaces import ActionCodec
 from swath.errors import PolicyError
 from swath.keys import FLAGS, Key, as_key, as_path, is_private, nest
 from swath.modules.exploration import as_explored
-from swath.modules.parts import keeps_nothing
 from swath.runtime.columns import writable
 
 Filled = tuple[slice, slice] | np.ndarray
@@ -60,6 +61,12 @@ class Stage:
     reason = ""
     """Why a module is called where arithmetic on rows would be quicker; empty for stages that are quick."""
 
+    only_reads = False
+    """Whether what it calls leaves alone what it is given, and does not keep it, so that it need not get copies."""
+
+    infers = False
+    """Whether it runs in inference mode: torch is quicker there, but no tensor of this can be trained with later."""
+
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Make ready for `steps` steps."""
 
@@ -77,6 +84,15 @@ class Stage:
 
     def finish(self, columns: Mapping[Key, Any], filled: Filled) -> None:
         """Fill the stage's late entries, given all columns `[N, T, ...]`, where they are valid: arrays, on the CPU."""
+
+
+def in_turn(stages: Iterable[Stage], name: str = "run") -> list[Callable[..., object]]:
+    """What runs `stages` one after the other; inference mode is entered once for all that follow each other there."""
+    runs: list[Callable[..., object]] = []
+    for infers, some in groupby(stages, attrgetter("infers")):
+        own = [getattr(stage, name) for stage in some]
+        runs += [inferring(own)] if infers else own
+    return runs
 
 
 class RandomStage(Stage):
@@ -158,7 +174,8 @@ class EchoStage(Stage):
 class TorchStage(Stage):
     """A module called directly on tensors: what a TensorDictModule holds, without the TensorDict around it.
 
-    It is given copies: rows are written over in the next step, but a module may keep what it is given, or change it.
+    It is given copies: rows are written over in the next step, but a module may keep what it is given, or change it,
+    unless its code says otherwise.
     """
 
     def __init__(
@@ -176,6 +193,7 @@ class TorchStage(Stage):
         self._copiers = [copier(x) if device is None else partial(x.to, device) for x in inputs]
         self._outputs = outputs
         self._keys = tuple(as_key(key) for key in part.out_keys)
+        self._writers = self._writers_to(outputs)
         self._device = device
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
@@ -184,30 +202,36 @@ class TorchStage(Stage):
 
     def run(self, t: int) -> None:
         """Call the module and keep its results."""
-        self._run([copy() for copy in self._copiers], self._outputs)
+        inputs = self._inputs if self.only_reads else [copy() for copy in self._copiers]
+        self._run(inputs, self._writers)
 
     def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
         """Call the module with the rows of some lanes."""
         dims = len(self._outputs.batch_size)
         some = _gather(self._outputs, [key for key in self._keys if key != "_"], lanes)
-        self._run([x.flatten(0, dims - 1)[lanes].to(self._device) for x in self._inputs], some)
+        self._run([x.flatten(0, dims - 1)[lanes].to(self._device) for x in self._inputs], self._writers_to(some))
         _scatter(some, self._outputs, lanes)
 
-    def _run(self, inputs: list[Tensor], outputs: Rows) -> None:
+    def _writers_to(self, outputs: Rows) -> list[tuple[Key, Callable[[Tensor], None] | None]]:
+        return [(key, None if key == "_" else outputs.writer(key, "The policy")) for key in self._keys]
+
+    def _run(self, inputs: Sequence[Tensor], writers: list[tuple[Key, Callable[[Tensor], None] | None]]) -> None:
         if self._names is None:
             results = self._explored(*inputs, **self._options)
         else:
             results = self._explored(**dict(zip(self._names, inputs, strict=True)), **self._options)
-        if not isinstance(results, tuple):
+        if type(results) is Tensor:
+            results = (results,)
+        elif not isinstance(results, tuple):
             is_named = isinstance(results, Mapping | TensorDictBase)
             results = tuple(results[key] for key in self._keys) if is_named else (results,)
         if len(results) != len(self._keys):
             raise PolicyError(f"The policy returned {len(results)} results for its out_keys {list(self._keys)}.")
-        for key, result in zip(self._keys, results, strict=True):
-            if key != "_":
+        for (key, write), result in zip(writers, results, strict=False):
+            if write is not None:
                 if not isinstance(result, Tensor):
                     raise PolicyError(f"The policy returned {type(result).__name__} for {key!r}; it must be a tensor.")
-                outputs.put(key, result, "The policy")
+                write(result)
 
 
 class DistributionStage(Stage):
@@ -217,27 +241,26 @@ class DistributionStage(Stage):
         """Give the rows `params`, by name, to the distribution of `part`; what is drawn goes to `outputs`."""
         self._part, self._params, self._outputs = part, params, outputs
         self._keys = [as_key(key) for key in part.out_keys]  # the sample, and how likely it was
+        self._writers = [outputs.writer(key, "The policy") for key in self._keys]
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Take the settings as they are now."""
         kwargs = self._part.distribution_kwargs
         self._settings = {} if kwargs is None else dict(kwargs.items())
-        self._draw = inferring(self._drawn) if keeps_nothing(self._part) else self._drawn
 
     def run(self, t: int) -> None:
         """Draw."""
-        self._run(self._params, self._outputs)
+        for write, drawn in zip(self._writers, self._drawn(self._params), strict=True):
+            write(drawn)
 
     def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
         """Draw for some lanes."""
         dims = len(self._outputs.batch_size)
         some = _gather(self._outputs, self._keys, lanes)
-        self._run({name: row.flatten(0, dims - 1)[lanes] for name, row in self._params.items()}, some)
+        params = {name: row.flatten(0, dims - 1)[lanes] for name, row in self._params.items()}
+        for key, drawn in zip(self._keys, self._drawn(params), strict=True):
+            some.put(key, drawn, "The policy")
         _scatter(some, self._outputs, lanes)
-
-    def _run(self, params: Mapping[str, Tensor], outputs: Rows) -> None:
-        for key, drawn in zip(self._keys, self._draw(params), strict=True):
-            outputs.put(key, drawn, "The policy")
 
     def _drawn(self, params: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         distribution = self._part.distribution_class(**params, **self._settings)
@@ -270,6 +293,8 @@ class TensorDictStage(Stage):
         self._written = written
         self._outputs = outputs
         self._keys = tuple(out_keys)
+        self._writers = self._writers_to(outputs)
+        self._given = {key: present.tensors[key] for key in self._copiers}
         self._private = [key for key in self._keys if is_private(key)]
         self._kept: dict[Key, Tensor] = {}
         """What the policy wrote for itself in its last call: it may look for it in the next, as noise processes do."""
@@ -287,14 +312,15 @@ class TensorDictStage(Stage):
 
     def run(self, t: int) -> None:
         """Call the policy and keep what it promised."""
-        inputs = {key: copy() for key, copy in self._copiers.items()}
+        reads = self.only_reads and not self._private  # what it keeps for itself may be what it was given
+        inputs = self._given if reads else {key: copy() for key, copy in self._copiers.items()}
         if self._kept or not self._is_flat:
             request = self._request({**self._flags.get(), **inputs}, self._kept, self._outputs)
         else:
             if self._form is None or self._flags.have_changed:
                 self._form = Form(self._request(self._flags.get(), {}, self._outputs))
             request = self._form.filled(inputs)
-        answer = self._ask(request, self._outputs)
+        answer = self._ask(request, self._writers)
         if self._private:
             self._kept = {key: answer.get(key) for key in self._private}
             self._has_kept[:] = True
@@ -312,7 +338,7 @@ class TensorDictStage(Stage):
         kept = {key: value.flatten(0, dims - 1) for key, value in self._kept.items()}
         given = {key: value[lanes] for key, value in kept.items()} if self._has_kept[lanes[0]] else {}
         some = _gather(self._outputs, dict.fromkeys([*self._written, *self._keys]), lanes)
-        answer = self._ask(self._request(inputs, given, some), some)
+        answer = self._ask(self._request(inputs, given, some), self._writers_to(some))
         _scatter(some, self._outputs, lanes)
         for key in self._private:
             value = answer.get(key)
@@ -327,16 +353,19 @@ class TensorDictStage(Stage):
             return trusted(entries, outputs.batch_size, self._device)
         return TensorDict(nest(entries), outputs.batch_size, device=self._device)
 
-    def _ask(self, request: TensorDict, outputs: Rows) -> TensorDictBase:
+    def _writers_to(self, outputs: Rows) -> list[tuple[Key, Callable[[Tensor], None]]]:
+        return [(key, outputs.writer(key, "The policy")) for key in self._keys]
+
+    def _ask(self, request: TensorDict, writers: list[tuple[Key, Callable[[Tensor], None]]]) -> TensorDictBase:
         answer = checked_answer(self._explored(request))
         found = first_entries(answer)
-        for key in self._keys:
-            value = found.get(key) if isinstance(key, str) else answer.get(key, None)
+        for key, write in writers:
+            value = found.get(key) if type(key) is str else answer.get(key, None)
             if value is None:
                 raise PolicyError(
                     f"The policy wrote {'/'.join(as_path(key))!r} in its first call, but not in this one."
                 )
-            outputs.put(key, value, "The policy")
+            write(value)
         return answer
 
 
