@@ -79,9 +79,11 @@ def split_trajectories(
 
 
 def _is_plain(tensordict: TensorDictBase, size: torch.Size) -> bool:
-    """Whether there is nothing in it but tensors on the CPU, in TensorDicts of one batch size."""
+    """Whether there is nothing in it but tensors on the CPU, without gradients, in TensorDicts of one batch size."""
     return type(tensordict) is TensorDict and all(
-        value.is_cpu if type(value) is Tensor else _is_plain(value, size) and value.batch_size == size
+        value.is_cpu and not value.requires_grad and not value.is_neg() and not value.is_conj()
+        if type(value) is Tensor
+        else _is_plain(value, size) and value.batch_size == size
         for value in first_entries(tensordict).values()
     )
 

@@ -130,6 +130,15 @@ def test_without_ids_done_tells_trajectories_apart(shape: tuple[int, ...], rando
     assert (ids[~split.get("mask")] == -1).all()
 
 
+def test_gradients_go_through() -> None:
+    values = torch.arange(6.0, requires_grad=True)
+    ids = torch.tensor([0, 0, 1, 1, 1, 2])
+    split = split_trajectories(TensorDict({"value": values * 2, ("collector", "traj_ids"): ids}, [6]))
+    split["value"][1].sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [0, 0, 2, 2, 2, 0]
+
+
 def test_done_key_names_another_end() -> None:
     batch = numbered(torch.zeros(6, dtype=torch.int64)).exclude("collector")
     batch.set(("next", "agent", "over"), torch.tensor([0, 1, 0, 0, 1, 0]).bool().unsqueeze(-1))
