@@ -16,6 +16,7 @@ import builtins
 import dis
 import math
 import weakref
+from functools import lru_cache
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -69,6 +70,7 @@ NUMBERS = (int, float)
 PLAIN = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 
 
+@lru_cache(maxsize=1)
 def _names() -> set[str]:
     """Attributes of tensors, TensorDicts, distributions and libraries that keep nothing."""
     kinds = [kind for kind in vars(distributions).values() if isinstance(kind, type)]
@@ -84,9 +86,6 @@ def _names() -> set[str]:
     found |= {"append", "extend", "insert"}  # of lists, which can only be local ones
     made = {name for name in dir(nn) if isinstance(getattr(nn, name), type)}
     return {name for name in found - made - REFUSED if not name.startswith(("_", "set_", "register_"))}
-
-
-NAMES = _names()
 
 
 class Reading:
@@ -139,7 +138,7 @@ class Reading:
             return True
         name = getattr(value, "__name__", None)
         if isinstance(name, str) and any(vars(space).get(name) is value for space in LIBRARIES):
-            return name in NAMES
+            return name in _names()
         if isinstance(value, FunctionType):
             return self._keeps_none(value)
         if isinstance(value, MethodType):
@@ -204,7 +203,7 @@ class Reading:
         # More nodes may be found meanwhile: these look at all names themselves.
         nodes = list(self._nodes)
         return all(self._may_have(node, name) for node in nodes) and (
-            name in NAMES or any(_has(node, name) for node in nodes)
+            name in _names() or any(_has(node, name) for node in nodes)
         )
 
     def _may_have(self, node: Any, name: str) -> bool:
@@ -282,7 +281,7 @@ class Reading:
 
     def _counts_up(self, before: list[dis.Instruction], name: str) -> bool:
         """Whether the attribute `name` is set to itself and a number: it stays one if it is one now."""
-        if name in NAMES or len(before) < 4 or (before[0].opname, before[0].argval) != ("LOAD_ATTR", name):
+        if name in _names() or len(before) < 4 or (before[0].opname, before[0].argval) != ("LOAD_ATTR", name):
             return False
         is_sum = before[2].opname.startswith(("BINARY_OP", "INPLACE_")) and before[3].opname in ("SWAP", "ROT_TWO")
         if not is_sum or not before[1].opname.startswith("LOAD_") or type(before[1].argval) not in NUMBERS:
