@@ -64,7 +64,7 @@ def split_trajectories(
     if _is_plain(rollout, rollout.batch_size):
         entries: dict[Key, Tensor] = {}
         for key, leaf in leaves_of(rollout).items():
-            frames = array_of(leaf).reshape(-1, *leaf.shape[rollout.ndim :])
+            frames = array_of(leaf).reshape(rollout.numel(), *leaf.shape[rollout.ndim :])
             entries[key] = tensor_of(_in_rows(frames, index, PADDING_ID if key == id_key else 0), leaf.dtype)
         entries[mask_key] = torch.from_numpy(mask)
         return trusted(entries, mask.shape, rollout.device, names=dims)
