@@ -84,6 +84,10 @@ class EnvBase(NotOfTorchRL):
         self._bound_steps: Steps | None = None
         """For the rows that were stepped with last."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is made when it is needed: it is bound to the memory of this very env."""
+        return {**vars(self), "_action_rows": None, "_out_rows": None, "_bound_steps": None}
+
     # -- what there is -----------------------------------------------------------------------------------------
 
     @property

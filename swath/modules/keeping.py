@@ -27,6 +27,7 @@ from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule
 from torch import Tensor, distributions, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from swath.modules.parts import NOT_CALLED, acts_as
 from swath.modules.settled import BUILTINS, KNOWN_STEPS, is_setting
@@ -66,6 +67,8 @@ HOLDING = (nn.ParameterDict, nn.ParameterList)
 """Modules that a tensor can be put into by subscript."""
 CONVERSIONS = {"apply", "bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"}
 """Of a tensor they make another, but of a module they exchange all that it holds."""
+CALLED = ("forward", "__call__", "module", "method", "distribution_class")
+"""Attributes by which torch and tensordict find what they call."""
 NUMBERS = (int, float)
 PLAIN = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 
@@ -97,10 +100,12 @@ class Reading:
         """Modules and objects whose attributes the code may reach; it may call them, too."""
         self._used: dict[str, None] = {}
         """Names of attributes that it uses, of whatever."""
-        self._read: dict[int, FunctionType] = {}
+        self._read: dict[int, tuple[FunctionType, CodeType]] = {}
+        """Functions, and the code that they had."""
         self._bound: list[tuple[Any, str, Any]] = []
         self._cells: list[tuple[Any, Any]] = []
         self._counts: set[str] = set()
+        self._hooks = RemovableHandle.next_id
         self.counted: list[tuple[dict[str, Any], str]] = []
         """Numbers that the code counts up: where they are kept, and their names there."""
         self.is_librarys = isinstance(what, nn.Module) and all(map(_is_plain, what.modules()))
@@ -117,11 +122,25 @@ class Reading:
     @property
     def has_changed(self) -> bool:
         """Whether a name that was read stands for something else by now."""
-        return self.keeps_nothing and not (
-            all([space.get(name) is value for space, name, value in self._bound])
-            and all([cell.cell_contents is value for cell, value in self._cells])
-            and all([type(space.get(name)) in NUMBERS for space, name in self.counted])
-        )
+        if not self.keeps_nothing:
+            return False
+        try:
+            return not (
+                all([_is_alike(space.get(name), value) for space, name, value in self._bound])
+                and all([_is_alike(cell.cell_contents, value) for cell, value in self._cells])
+                and all([function.__code__ is code for function, code in self._read.values()])
+                and all([type(space.get(name)) in NUMBERS for space, name in self.counted])
+            )
+        except ValueError:  # a variable of a function around it has no value any more
+            return True
+
+    @property
+    def is_current(self) -> bool:
+        """Whether reading it again would find nothing else: whoever asks need not know that nothing was exchanged."""
+        if self._hooks != RemovableHandle.next_id or not self.keeps_nothing or self.has_changed:
+            return False
+        known = set(map(id, self._nodes))
+        return all(id(inner) in known for node in self.modules for inner in node._modules.values() if inner is not None)
 
     # -- values ------------------------------------------------------------------------------------------------
 
@@ -154,6 +173,8 @@ class Reading:
         self._nodes.append(node)
         if not all(self._may_have(node, name) for name in list(self._used)):
             return False
+        for space in (vars(node), *map(vars, type(node).__mro__)):
+            self._bound += [(space, name, space.get(name)) for name in CALLED if name in space or space is vars(node)]
         if not isinstance(node, nn.Module):
             call = vars(type(node)).get("__call__")
             return self._is_ordinary(node) and (call is None or self._is_harmless(call))
@@ -234,8 +255,8 @@ class Reading:
         """Whether `function` only does what keeps nothing."""
         if id(function) in self._read:
             return True
-        self._read[id(function)] = function
         code = function.__code__
+        self._read[id(function)] = function, code
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
         if code is NO_GRAD:  # as `torch.no_grad()` and its like make of a function
             context = getattr(cells["ctx_factory"].cell_contents, "__self__", None)
@@ -318,12 +339,22 @@ class Made(TorchDispatchMode):
 
 
 def _is_made(steps: list[dis.Instruction], place: int) -> bool:
-    """Whether that of which an attribute is asked for was just computed, or is a local that was, and so no module."""
+    """Whether that of which an attribute is asked for is the result of arithmetic, or a local that is, so no module."""
     before = steps[place - 1]
     if before.opname != "LOAD_FAST":
-        return before.opname.startswith(("BINARY_", "CALL"))
+        return _is_arithmetic(before)
     stored = [at for at, step in enumerate(steps) if step.opname == "STORE_FAST" and step.argval == before.argval]
-    return bool(stored) and all(steps[at - 1].opname.startswith(("BINARY_", "CALL")) for at in stored)
+    return bool(stored) and all(_is_arithmetic(steps[at - 1]) for at in stored)
+
+
+def _is_arithmetic(step: dis.Instruction) -> bool:
+    """Whether it combines two values by an operator; not by a subscript, which may give a layer."""
+    return step.opname.startswith(("BINARY_", "INPLACE_")) and "SUBSCR" not in step.opname and "[" not in step.argrepr
+
+
+def _is_alike(now: Any, before: Any) -> bool:
+    """Whether a name stands for the same, or for another setting of the same kind, which makes nobody keep anything."""
+    return now is before or (type(now) is type(before) and is_setting(now) and is_setting(before))
 
 
 NO_GRAD: CodeType = torch.no_grad()(lambda: None).__code__

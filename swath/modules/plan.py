@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
+from operator import contains
 from typing import Any
 
 import numpy as np
@@ -56,14 +57,17 @@ class Planner:
         self._fast = fast and self._away is None
         self._compiled = compiled
         self._may_keep = probe.may_keep
-        self.readings: list[Reading] = []
-        """What was read of what the last plan calls."""
+        self._readings: dict[int, tuple[Any, Reading]] = {}
+        """What the last plan calls, by its id, which no other takes meanwhile, and what was read of it,"""
+        self._former = self._readings
+        """and of the plan before."""
 
     def plan(self, policy: Any) -> list[Stage]:
         """The stages for `policy` as it is now, in the order in which they run."""
         if type(policy) is RandomPolicy and not is_altered(policy.modules()):
             return [RandomStage(policy.codec, self._outputs)]
-        parts, self.readings = self._parts(policy), []
+        parts = self._parts(policy)
+        self._former, self._readings = self._readings, {}
         if isinstance(parts, str):
             call = self._as_called(policy)
             whole = TensorDictStage(call, self._present, (), self._outputs, self._visible, self._device)
@@ -157,9 +161,16 @@ class Planner:
     def _read(self, what: Any, stage: Stage) -> None:
         """Find out whether what `stage` calls keeps no tensor and asks for no gradients; see NOTE [Keeping nothing]."""
         if not self._compiled and not has_global_extras():
-            self.readings.append(reading := Reading(what))
+            _, former = self._former.get(id(what), (None, None))
+            reading = former if former is not None and former.is_current else Reading(what)
+            self._readings[id(what)] = what, reading
             stage.infers = reading.keeps_nothing and (reading.is_librarys or not self._may_keep)
             stage.only_reads = stage.infers and reading.only_reads and self._away is None
+
+    @property
+    def readings(self) -> list[Reading]:
+        """What was read of what the last plan calls."""
+        return [reading for _, reading in self._readings.values()]
 
     def _why(self, part: Any, refused: str) -> str:
         """Why `part` is called, if it was not `refused` for a reason that all parts share."""
@@ -205,8 +216,8 @@ class Composition:
 
     Looked at once per slot, and so in microseconds, most of which would go into fetching what nobody has used since the
     last slot: so little is looked at. Modules are not walked again, since one that is new, or gone, is noticed by
-    whoever has it. torch counts the hooks that were ever made, and a forward of its own is one more attribute of a
-    module. What else modules hold is compared one by one; but by identity, and without a line of Python for each.
+    whoever has it. torch counts the hooks that were ever made. What else modules hold is compared one by one; but by
+    identity, and without a line of Python for each.
     """
 
     def __init__(self, policy: Any, readings: Sequence[Reading] = ()) -> None:
@@ -221,13 +232,16 @@ class Composition:
         self._given = [own for own in given if not isinstance(own, dict) or own]
         self._full = [own[name] for own in self._attributes for name in ("_modules", "_parameters") if own[name]]
         """Where modules and weights are kept,"""
-        inner = [module._modules for module in modules if isinstance(module, CONTAINERS) or not _is_torchs(module)]
+        open_ = [vars(module) for module in modules if isinstance(module, CONTAINERS) or not _is_torchs(module)]
+        inner = [own[name] for own in open_ for name in ("_modules", "_parameters")]
         self._empty: list[Any] = [own for own in (*inner, *given) if isinstance(own, dict) and not own]
         """and where some may come that makes a difference."""
         self._switched = [module for module in modules if hasattr(type(module), "recurrent_mode")]
         """TorchRL's modules, which a context may switch over."""
         settings = [pair for module in modules for pair in _settings_of(module)]
-        settings += [(own, "_parameters") for own in self._attributes if own["_parameters"]]  # may be exchanged whole
+        settings += [  # these may be exchanged whole
+            (own, name) for own in self._attributes for name in ("_modules", "_parameters") if own[name]
+        ]
         settings = [(own, name) for own, name in settings if (id(own), name) not in counted]
         self._set_on, self._names = [own for own, _ in settings], [name for _, name in settings]
         weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
@@ -236,7 +250,7 @@ class Composition:
         self._memory = [weight.detach() for weight in self._weights]  # which no other weight can get meanwhile
         self._placed = self._places()
         self._has_autocast = torch.is_autocast_enabled("cpu")
-        self._held, self._counted, self._added = self._holding(), self._count(), self._additions()
+        self._held, self._hooks, self._added = self._holding(), RemovableHandle.next_id, self._additions()
         self._has_additions = any(one is not None for one in self._added)
         self._has_rare, self._rare = bool(self._given or self._lazy or self._switched), self._look_at_the_rare()
 
@@ -246,14 +260,11 @@ class Composition:
         held += map(dict.get, self._set_on, self._names)
         return held
 
-    def _count(self) -> tuple[int, int]:
-        """Hooks that were ever made, of whatever, and attributes that modules have."""
-        return RemovableHandle.next_id, sum(map(len, self._attributes))
-
     def _places(self) -> list[Any]:
-        """Where weights lie, and how they are seen there: transposed, for instance."""
+        """Where weights lie, and how they are seen there: transposed or in part, for instance."""
         places: list[Any] = list(map(Tensor.data_ptr, self._weights))
         places += map(Tensor.stride, self._weights)
+        places += map(Tensor.numel, self._weights)
         return places
 
     def _additions(self) -> list[Any]:
@@ -274,10 +285,12 @@ class Composition:
         """Whether it is made of something else by now."""
         if not are_same(self._holding(), self._held) or any(self._empty):
             return True
-        if (counted := self._count()) != self._counted or self._has_additions:  # which may also go
+        is_extended = any(map(contains, self._attributes, repeat("forward")))
+        if self._has_additions or is_extended or RemovableHandle.next_id != self._hooks:  # which may also go
+            hooks = RemovableHandle.next_id
             if not are_same(self._additions(), self._added):
                 return True
-            self._counted = counted
+            self._hooks = hooks
         if self._has_rare and self._look_at_the_rare() != self._rare:
             return True
         if self._readings and any([reading.has_changed for reading in self._readings]):
@@ -287,6 +300,8 @@ class Composition:
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Modules of torch that do what those do that they hold."""
+TORCH_SETTINGS = ("negative_slope", "beta", "threshold", "alpha", "eps", "approximate", "p")
+"""What may be set on torch's modules."""
 SAMPLER_SETTINGS = ("distribution_class", "distribution_kwargs", "default_interaction_type", "return_log_prob")
 
 
@@ -300,7 +315,8 @@ def _settings_of(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     if isinstance(module, nn.RNNBase):
         return [(vars(module), name) for name in ("training", "dropout")]
     if _is_torchs(module):
-        return [(vars(module), "training")] if type(module) is nn.Dropout else []
+        found = [(vars(module), name) for name in TORCH_SETTINGS if name in vars(module)]
+        return [*found, (vars(module), "training")] if type(module) is nn.Dropout else found
     own = vars(module)  # at which a forward of its own may look
     return [(own, name) for name, value in own.items() if is_setting(value)]
 

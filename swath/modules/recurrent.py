@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from swath.modules.mlp import MAX_IN_THREAD, Operation, blocks_of, products
 from swath.modules.tape import Tape, TapeNode, UnknownError
 
+MAX_WEIGHTS = 150_000
+"""Of a layer. To fetch more takes longer than torch takes for a step, and there may be a slot for each."""
 WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 BLOCKS = {
     # the gates in, out and forget, then the new content
@@ -36,8 +38,8 @@ class Cell:
         self._kind = BLOCKS[kind]
         (_, self._inputs), (_, self.size) = (getattr(owner, name).shape for name in self._names[:2])
         rows, columns = self._inputs + self.size + 1, 4 * self.size
-        if lanes * rows > MAX_IN_THREAD:
-            raise UnknownError("more than is computed without threads")
+        if lanes * rows > MAX_IN_THREAD or rows * columns > MAX_WEIGHTS:
+            raise UnknownError("more than is computed without threads, or than is fetched for each slot")
         self._blocks, self.multiplications = blocks_of(lanes, rows, columns), rows * columns
         dtype = getattr(owner, self._names[0]).detach().numpy().dtype
         self._weight = np.zeros((rows, columns), dtype, order="F" if lanes == 1 else "C")  # as in `Layer`

@@ -1,5 +1,7 @@
 """Custom envs written with `_reset` and `_step`: what they may do, and what they are told when they do it wrong."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -108,6 +110,15 @@ def test_an_env_without_methods_says_what_it_lacks() -> None:
         env.reset()
     with pytest.raises(NotImplementedError, match="EnvBase has neither _step nor step_into"):
         env.rand_step()
+
+
+def test_an_env_that_was_stepped_can_be_copied_and_pickled() -> None:
+    env = Walk((3,))
+    td = env.rand_step(env.reset())
+    for other in (copy.deepcopy(env), pickle.loads(pickle.dumps(env))):
+        again = TensorDict({"observation": td["observation"], "action": td["action"]}, [3])
+        other.reset()
+        assert other.step(again)[NEXT].keys() == td[NEXT].keys()
 
 
 def test_one_seed_reaches_set_seed() -> None:

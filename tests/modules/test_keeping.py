@@ -204,9 +204,21 @@ def hooked() -> Net:
     return net
 
 
+class ConvertedLayers(Net):
+    """The second layer has other parameters after a call in which that makes a difference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(zoo.CHOICES, zoo.CHOICES)])
+
+    def forward(self, observation: Tensor) -> Tensor:
+        result = self.net(observation)
+        return self.layers[0].to(result.dtype)(result)
+
+
 KEEPERS: list[Callable[[], Net]] = [
     *(InList, FromTheTenthCallOn, InAttribute, InAttributeByName, InBuffer, InParameters, Counted, InGlobal, InDefault),
-    *(InMemory, WithGradients, Decorated, Converted, closure, hooked),
+    *(InMemory, WithGradients, Decorated, Converted, ConvertedLayers, closure, hooked),
 ]
 
 
@@ -221,7 +233,7 @@ def test_what_may_keep_a_tensor_is_not_called_in_inference_mode(
     assert modes_of(collector) == {False}
     modes_of(collector)
     kept = net.found
-    if make not in (WithGradients, Decorated, Converted):
+    if make not in (WithGradients, Decorated, Converted, ConvertedLayers):
         assert kept
     assert not any(one.is_inference() for one in (*kept, *net.parameters(), *net.buffers()))
     for last in kept[-1:]:
@@ -264,7 +276,7 @@ class Sampling(Net):
 
     def scores(self, observation: Tensor) -> Tensor:
         parts = [self.net(part) for part in observation.unbind(0)]
-        return torch.stack(parts).float()
+        return (torch.stack(parts) * 2).float()
 
 
 class Normalising(Net):
@@ -361,8 +373,25 @@ def count_tensors(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     net.calls = torch.zeros(())
 
 
+def exchange_the_forward(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Optional, "forward", keeping_all)
+
+
+def exchange_the_code(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As reloading a file does."""
+    monkeypatch.setattr(Optional.forward, "__code__", keeping_all.__code__)
+
+
+def keeping_all(self: Any, observation: Tensor) -> Tensor:
+    ALL.append(result := self.net(observation))
+    return result
+
+
 @pytest.mark.parametrize("is_module", [True, False], ids=["a module", "a function"])
-@pytest.mark.parametrize("change", [keep_in_attribute, keep_in_global, hook_on, count_tensors])
+@pytest.mark.parametrize(
+    "change",
+    [keep_in_attribute, keep_in_global, hook_on, count_tensors, exchange_the_forward, exchange_the_code],
+)
 def test_what_begins_to_keep_tensors_is_noticed(
     change: Any, is_module: bool, modes_of: Modes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,6 +414,43 @@ def test_counting_makes_no_new_plan() -> None:
     assert not reading.has_changed
     net.calls = torch.zeros(())  # type: ignore[assignment]
     assert reading.has_changed
+
+
+class Annealed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = 0.5
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return self.net(observation) * self.eps + observation.sum(-1, keepdim=True).sin()
+
+
+def test_what_is_annealed_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, read = Annealed(), list[Any]()
+    collector = zoo.begun(zoo.module(net), fast_policy=False)
+    collector.next()
+    monkeypatch.setattr(Reading, "_keeps_none", lambda self, function: read.append(function) or False)
+    for _ in range(3):
+        net.eps *= 0.5
+        collector.next()
+    assert not read
+
+
+def test_a_variable_without_a_value_is_the_policys_own_error() -> None:
+    net, bias = Net(), torch.ones(())
+
+    def policy(observation: Tensor) -> Tensor:
+        return net.net(observation) + bias
+
+    def forget() -> None:
+        nonlocal bias
+        del bias
+
+    collector = zoo.begun(policy)
+    collector.next()
+    forget()
+    with pytest.raises(NameError, match="bias"):
+        collector.next()
 
 
 def test_the_first_call_is_watched() -> None:

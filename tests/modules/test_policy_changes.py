@@ -96,10 +96,25 @@ def replace_the_network(policy: Any) -> None:
     policy[0].module = zoo.mlp(zoo.CHOICES, nn.ELU())
 
 
+def narrow_weights_where_they_lie(policy: Any) -> None:
+    first, _, last = zoo.layers_of(policy)
+    first.weight.data, first.bias.data, last.weight.data = (
+        first.weight.data[:5],
+        first.bias.data[:5],
+        last.weight[:, :5],
+    )
+
+
+def exchange_all_layers_at_once(policy: Any) -> None:
+    layers = zoo.layers_of(policy)
+    vars(layers)["_modules"] = vars(zoo.layers_of(zoo.discrete()))["_modules"]
+
+
 CHANGES = [
     *(change_in_place, step_an_optimizer, load_others, assign_others, replace_a_parameter, swap_the_data, widen),
     *(remove_a_bias, replace_an_activation, replace_an_activation_at_the_same_address, replace_a_layer, add_layers),
-    *(replace_the_network, put_in_a_layer_norm, see_the_same_memory_otherwise),
+    *(replace_the_network, put_in_a_layer_norm, see_the_same_memory_otherwise, narrow_weights_where_they_lie),
+    exchange_all_layers_at_once,
 ]
 
 
@@ -160,6 +175,34 @@ def replace_a_function(policy: Any) -> None:
     policy.module = lambda x: x[..., : zoo.CHOICES].cos()
 
 
+class Scaled(nn.Module):
+    """A network whose forward asks what there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.activation, self.scale, self.spare = zoo.mlp(zoo.CHOICES), nn.LeakyReLU(0.1), None, 0
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        result = self.activation(self.net(observation))
+        if self.scale is not None:
+            result = result * self.scale
+        return result
+
+
+def give_a_parameter_to_a_module_without(policy: Any) -> None:
+    policy[0].module.scale = nn.Parameter(torch.tensor(-3.0))
+
+
+def set_an_activation_inside(policy: Any) -> None:
+    policy[0].module.activation.negative_slope = 5.0
+
+
+def put_a_forward_in_the_place_of_an_attribute(policy: Any) -> None:
+    net = policy[0].module
+    del net.spare
+    net.forward = lambda observation: -5 * net.net(observation)
+
+
 OTHER_CHANGES: list[tuple[Callable[[Any], None], Callable[[], Any], tuple[str, ...]]] = [
     (replace_the_network_by_one_that_is_not_understood, zoo.discrete, ("TorchStage", "CategoricalStage")),
     (put_in_a_lazy_layer, zoo.discrete, zoo.FAST),
@@ -170,6 +213,13 @@ OTHER_CHANGES: list[tuple[Callable[[Any], None], Callable[[], Any], tuple[str, .
         set_the_extractor,
         lambda: zoo.continuous(net=nn.Sequential(zoo.mlp(4), NormalParamExtractor())),
         ("MLPStage", "NormalStage"),
+    ),
+    (give_a_parameter_to_a_module_without, lambda: zoo.discrete(net=Scaled()), ("TracedStage", "CategoricalStage")),
+    (set_an_activation_inside, lambda: zoo.discrete(net=Scaled()), ("TracedStage", "CategoricalStage")),
+    (
+        put_a_forward_in_the_place_of_an_attribute,
+        lambda: zoo.discrete(net=Scaled()),
+        ("TorchStage", "CategoricalStage"),
     ),
     (replace_a_function, lambda: zoo.module(lambda x: x[..., : zoo.CHOICES]), ("TorchStage",)),
 ]
