@@ -18,9 +18,14 @@ CHECKED = (
 )
 
 
-def markdown(results: Results, title: str = "Benchmark results", checked: str = CHECKED) -> str:
+ONE_THREAD = "One thread for everybody (`torch.set_num_threads(1)`, no environment\nvariable)."
+
+
+def markdown(
+    results: Results, title: str = "Benchmark results", checked: str = CHECKED, threads: str = ONE_THREAD
+) -> str:
     """The whole page."""
-    parts = [f"# {title}", _conditions(results, checked)]
+    parts = [f"# {title}", _conditions(results, checked, threads)]
     done: set[str] = set()
     for workload in results.series:
         family = CATALOG[workload].family
@@ -33,15 +38,14 @@ def markdown(results: Results, title: str = "Benchmark results", checked: str = 
     return "\n\n".join(parts) + "\n"
 
 
-def _conditions(results: Results, checked: str) -> str:
+def _conditions(results: Results, checked: str, threads: str) -> str:
     facts = dict(results.machine)
     cpu, cores, system = facts.pop("cpu"), facts.pop("cores"), facts.pop("system")
     versions = ", ".join(f"{name} {version}" for name, version in facts.items())
     return (
         f"{cpu}, {cores} cores, {system}; {versions}.\n\n"
         f"{results.rounds} rounds of {results.seconds:g} s per figure after a warm-up, a new "
-        "process for each figure,\ncontestants taking turns. One thread for everybody "
-        "(`torch.set_num_threads(1)`, no environment\nvariable). Rates: median "
+        f"process for each figure,\ncontestants taking turns. {threads} Rates: median "
         "and, in brackets, lowest to highest round. Ratio: swath's rate divided by\nthe "
         "contestant's, taken within each round, then median and range over the rounds. " + checked
     )

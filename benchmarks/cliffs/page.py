@@ -21,6 +21,7 @@ def markdown(results: Results) -> str:
                 bar = "█" * min(WIDTH, round(ratio.median * WIDTH / 4))
                 lines.append(f"| {name}: {CATALOG[name].heading} | {other} | {ratio.median:.2f} | {bar} |")
     checked = "A share of 1 is as fast as the other; a full bar is four times as fast."
-    page = report.markdown(results, "Beside the loop that a careful user writes", checked)
+    threads = "As many threads as torch takes by itself, and no\nenvironment variable, as most people run it."
+    page = report.markdown(results, "Beside the loop that a careful user writes", checked, threads)
     head, _, rest = page.partition("\n## ")
     return f"{head}\n\n" + "\n".join(lines) + f"\n\n## {rest}"
