@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import cycle
 from typing import Any
 
@@ -32,11 +33,19 @@ def background(collector: Any, buffer: Any, frames_per_count: int) -> Background
     return Background(
         start=collector.start,
         frames=lambda: int(buffer.write_count) * frames_per_count,
-        held=lambda: int(buffer[:].numel()),
+        held=lambda: _held(buffer),
         sample=buffer.sample,
         content=content,
         stop=collector.async_shutdown,
     )
+
+
+def _held(buffer: Any) -> int:
+    """How many frames can be read; again, where one of them is just being written."""
+    for _ in range(1000):
+        with suppress(IndexError):
+            return int(buffer[:].numel())
+    raise TimeoutError("The buffer could not be read: some frame was being written each time.")
 
 
 def buffer(made: Any, capacity: int, pixels: bool) -> Buffer:
