@@ -234,6 +234,7 @@ class Composition:
         """Where modules and weights are kept,"""
         open_ = [vars(module) for module in modules if isinstance(module, CONTAINERS) or not _is_torchs(module)]
         inner = [own[name] for own in open_ for name in ("_modules", "_parameters")]
+        inner += [own[name] for own in self._attributes for name in ("_forward_hooks", "_forward_pre_hooks")]
         self._empty: list[Any] = [own for own in (*inner, *given) if isinstance(own, dict) and not own]
         """and where some may come that makes a difference."""
         self._switched = [module for module in modules if hasattr(type(module), "recurrent_mode")]

@@ -197,6 +197,10 @@ def set_an_activation_inside(policy: Any) -> None:
     policy[0].module.activation.negative_slope = 5.0
 
 
+def put_in_a_hook_by_hand(policy: Any) -> None:
+    policy[0].module.net[0]._forward_hooks[99] = lambda module, args, result: -4 * result
+
+
 def put_a_forward_in_the_place_of_an_attribute(policy: Any) -> None:
     net = policy[0].module
     del net.spare
@@ -216,6 +220,7 @@ OTHER_CHANGES: list[tuple[Callable[[Any], None], Callable[[], Any], tuple[str, .
     ),
     (give_a_parameter_to_a_module_without, lambda: zoo.discrete(net=Scaled()), ("TracedStage", "CategoricalStage")),
     (set_an_activation_inside, lambda: zoo.discrete(net=Scaled()), ("TracedStage", "CategoricalStage")),
+    (put_in_a_hook_by_hand, lambda: zoo.discrete(net=Scaled()), ("TorchStage", "CategoricalStage")),
     (
         put_a_forward_in_the_place_of_an_attribute,
         lambda: zoo.discrete(net=Scaled()),
