@@ -203,11 +203,10 @@ class Delivery(ABC):
         self.batches += 1
 
     def _spend(self, index: int, frames: int) -> None:
-        counted = self._counted
         with self.pool.section.lock:
-            self.budget.spent += frames
-            if index in counted:
-                counted[index] += frames
+            self.budget.spend(frames)
+            if index in self._counted:
+                self._counted[index] += frames
 
     def _is_random(self, frames: int) -> bool:
         """Whether a batch is to be random when so many frames were collected before."""
@@ -291,9 +290,9 @@ class Barrier(Delivery):
             arena = self._arena(("all", len(shares)), (len(shares), *own))
             slot = arena.acquire(next(iter(shares.values())))
             return [self._part(i, n, random, arena, slot, row) for row, (i, n) in enumerate(shares.items())]
-        parts, arenas = [], self._arenas
+        parts = []
         for index, steps in shares.items():
-            arena = arenas.get(index) or self._arena(index, own)
+            arena = self._arena(index, own)
             parts.append(self._part(index, steps, random, arena, arena.acquire(steps)))
         return parts
 

@@ -18,7 +18,7 @@ STACK = "stack"
 def each_part(parts: Sequence[Part], keys: Sequence[Key]) -> list[TensorDictBase]:
     """The batch of each worker: `[*batch_size, T]`, over the memory of its slot."""
     if parts[0].row is not None:
-        whole = _all_taken(parts, keys)
+        whole = _taken(parts, keys)
         with trainable():
             return [whole[part.row][..., : part.collected.steps] for part in parts]
     return [alone(part, keys) for part in parts]
@@ -26,25 +26,18 @@ def each_part(parts: Sequence[Part], keys: Sequence[Key]) -> list[TensorDictBase
 
 def alone(part: Part, keys: Sequence[Key]) -> TensorDictBase:
     """The batch of a worker whose slot is its own."""
-    return _taken(part, keys, part.collected.steps)
+    return _taken((part,), keys, part.collected.steps)
 
 
-def _taken(part: Part, keys: Sequence[Key], steps: int | None = None) -> TensorDictBase:
-    """The slot that a part lies in, or so many steps of it. From now on the batch holds the slot."""
-    slot, arena = part.slot, part.arena
+def _taken(parts: Sequence[Part], keys: Sequence[Key], steps: int | None = None) -> TensorDictBase:
+    """The one slot that all parts lie in, or so many steps of it."""
+    slot, arena = parts[0].slot, parts[0].arena
     assert slot is not None
     assert arena is not None
     batch = batch_of(slot, keys, slot.steps if steps is None else steps)
     arena.delivered(slot)
-    part.claim = None
-    return batch
-
-
-def _all_taken(parts: Sequence[Part], keys: Sequence[Key]) -> TensorDictBase:
-    """The one slot that all parts lie in."""
-    batch = _taken(parts[0], keys)
     for part in parts:
-        part.claim = None
+        part.claim = None  # from now on the batch holds the slot
     return batch
 
 
@@ -62,7 +55,7 @@ def _joined(parts: Sequence[Part], keys: Sequence[Key], how: int | str, marks_ga
     slot = parts[0].slot
     assert slot is not None
     if parts[0].row is not None:
-        whole, rows = _all_taken(parts, keys), [part.row for part in parts]
+        whole, rows = _taken(parts, keys), [part.row for part in parts]
         if len(parts) < slot.batch_size[0]:  # a worker was dropped while its part was under way
             whole = named(whole[torch.as_tensor(rows, device="cpu")])
         is_full = all(part.collected.steps == slot.steps for part in parts)
