@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-LONGEST = 450
-SIZES = {"swath": 36_180, "tests": 41_660}
+LONGEST = 490
+SIZES = {"swath": 36_330, "tests": 41_760}
 """Lines in all: what there is now. They go up only with something new for users, and by no more than that takes."""
 SAME_NAMES = {
     "__init__.py": "packages",
@@ -29,7 +29,7 @@ THIRD_PARTY = {
     "sys": "_getframe",
     "tensordict": "_generator _generator_key _interaction_type _kwargs _mode _new_unsafe",
     "threading.RLock": "_is_owned",
-    "torch": "_C _set_grad_enabled",
+    "torch": "_C _is_any_autocast_enabled _set_grad_enabled",
     "torch.distributed": "_Options _devices _timeout",
     "torch.distributed.autograd": "_init",
     "torch.distributed.rpc": (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,17 +19,6 @@ _NOTHING = nullcontext()
 def trainable() -> AbstractContextManager[Any]:
     """A context in which ordinary tensors are made: batches are trained on, in whichever mode they are asked for."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
-
-
-class NoGrad:
-    """`torch.no_grad()` in a quarter of its time; it may be entered again once it was left."""
-
-    def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-
-    def __exit__(self, *exc: object) -> None:
-        torch._C._set_grad_enabled(self._before)
 
 
 def inferring(calls: Sequence[Callable[..., object]]) -> Callable[..., None]:
@@ -74,48 +62,41 @@ def put(tensordict: TensorDictBase, key: Key, value: Tensor) -> None:
     tensordict.set(key, value)
 
 
-class Mould:
-    """Makes TensorDicts of the same keys, batch size, device and names, of entries that are known to fit."""
+@lru_cache(maxsize=256)
+def mould(
+    places: tuple[tuple[Key, int], ...],
+    batch_size: tuple[int, ...],
+    device: torch.device | None,
+    names: tuple[str | None, ...] | None,
+    make: Callable[[Any], Any],
+) -> Callable[[Sequence[Any]], TensorDict]:
+    """A function that makes TensorDicts of these keys; nested ones come last.
 
-    def __init__(
-        self,
-        places: Mapping[Key, int],
-        batch_size: Sequence[int],
-        device: torch.device | None,
-        names: Sequence[str | None] | None = None,
-    ) -> None:
-        """For each key, take what lies at its place among the sources."""
-        tree = nest(places)
-        self._set_up(tree, torch.Size(batch_size), device, None if names is None else list(names))
+    The entry of each key is what `make` makes of that which lies at its place among the sources, and is known to fit.
+    The function is written out for these keys, as `dataclasses` writes constructors: a batch may be a single frame, for
+    which to walk along the keys takes as long as to make the tensors.
+    """
+    lines: list[str] = []
+    own_names = None if names is None else list(names)
 
-    def _set_up(self, tree: Mapping[str, Any], size: torch.Size, device: Any, names: list[str | None] | None) -> None:
-        self._size, self._device, self._names = size, device, names
-        own = {name: place for name, place in tree.items() if not isinstance(place, Mapping)}
-        self._leaves, places = tuple(own), list(own.values())
-        self._places = itemgetter(*places, *places[:1]) if places else None
-        """Names, and what their entries are made of; the first comes twice, as of one alone there would be no tuple."""
-        self._inner: list[tuple[str, Mould]] = []
-        for name, place in tree.items():
-            if isinstance(place, Mapping):
-                self._inner.append((name, Mould.__new__(Mould)))
-                self._inner[-1][1]._set_up(place, size, device, names)
-
-    def cast(self, sources: Sequence[Any], make: Callable[[Any], Any]) -> TensorDict:
-        """A TensorDict of what `make` makes of `sources`; nested ones come last."""
-        source = {}
-        if self._places is not None:
-            source = dict(zip(self._leaves, map(make, self._places(sources)), strict=False))
-        for name, inner in self._inner:
-            source[name] = inner.cast(sources, make)
-        names = None if self._names is None else self._names.copy()
+    def write(tree: Mapping[str, Any]) -> str:
+        """Write what makes a TensorDict of `tree`; by which name it is known there."""
+        nested = {name: write(place) for name, place in tree.items() if isinstance(place, Mapping)}
+        leaves = {name: f"make(sources[{tree[name]}])" for name in tree if name not in nested}
+        made, entries = f"made_{len(lines)}", ", ".join(f"{name!r}: {how}" for name, how in (leaves | nested).items())
         if not _IS_KNOWN:
-            made: TensorDict = _new(source, batch_size=self._size, device=self._device, names=names)
+            lines.append(f"{made} = new({{{entries}}}, batch_size=size, device=device, names={own_names!r})")
             return made
-        made = TensorDict.__new__(TensorDict)
-        made.__dict__ = {
-            "_device": self._device, "_tensordict": source, "_batch_size": self._size, "_td_dim_names": names
-        }  # fmt: skip
+        kept = f"'_device': device, '_tensordict': {{{entries}}}, '_batch_size': size, '_td_dim_names': {own_names!r}"
+        lines.append(f"{made} = make_empty(TensorDict); {made}.__dict__ = {{{kept}}}")
         return made
+
+    whole = write(nest(places))
+    known = {"TensorDict": TensorDict, "make_empty": object.__new__, "new": _new, "make": make}
+    space: dict[str, Any] = {**known, "size": torch.Size(batch_size), "device": device}
+    exec("\n    ".join(["def cast(sources):", *lines, f"return {whole}"]), space)
+    cast: Callable[[Sequence[Any]], TensorDict] = space["cast"]
+    return cast
 
 
 class Form:

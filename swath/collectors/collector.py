@@ -10,7 +10,8 @@ from typing import Any
 
 from swath.collectors.arguments import takes
 from swath.collectors.config import CollectorConfig
-from swath.collectors.delivery import Barrier, Part, Terms
+from swath.collectors.delivery import Part, Terms
+from swath.collectors.direct import Direct
 from swath.collectors.reflection import Reflection
 from swath.collectors.roster import Roster
 from swath.collectors.surface import BaseCollector
@@ -62,7 +63,7 @@ class Collector(Reflection, BaseCollector):
         assert isinstance(layout, BatchLayout)
         publisher = self._roster.publisher = Publisher(carrier)
         terms = Terms.of(config, layout, {0: self._steps}, publisher)
-        self._delivery = Barrier(self._pool, terms, FrameBudget(config.total_frames, rows, unit))
+        self._delivery = Direct(self._pool, terms, FrameBudget(config.total_frames, rows, unit))
         self._roster.watch(self._pool, self._delivery)
         self._weights = InPlaceWeights(self._pool, publisher, self.engine, worker or 0)
         self._owes_closing = False

@@ -18,26 +18,30 @@ STACK = "stack"
 def each_part(parts: Sequence[Part], keys: Sequence[Key]) -> list[TensorDictBase]:
     """The batch of each worker: `[*batch_size, T]`, over the memory of its slot."""
     if parts[0].row is not None:
-        whole = _taken(parts, keys)
+        whole = _whole(parts, keys)
         with trainable():
             return [whole[part.row][..., : part.collected.steps] for part in parts]
     return [alone(part, keys) for part in parts]
 
 
-def alone(part: Part, keys: Sequence[Key]) -> TensorDictBase:
-    """The batch of a worker whose slot is its own."""
-    return _taken((part,), keys, part.collected.steps)
-
-
-def _taken(parts: Sequence[Part], keys: Sequence[Key], steps: int | None = None) -> TensorDictBase:
-    """The one slot that all parts lie in, or so many steps of it."""
-    slot, arena = parts[0].slot, parts[0].arena
+def alone(part: Part, keys: Sequence[Key], steps: int | None = None) -> TensorDictBase:
+    """The batch of a worker whose slot is its own: the steps that it has made, or so many."""
+    slot, arena, receipt = part.slot, part.arena, part.collected
     assert slot is not None
     assert arena is not None
-    batch = batch_of(slot, keys, slot.steps if steps is None else steps)
+    batch = batch_of(slot, keys, receipt.steps if steps is None else steps)
     arena.delivered(slot)
+    part.claim = None  # from now on the batch holds the slot
+    return batch
+
+
+def _whole(parts: Sequence[Part], keys: Sequence[Key]) -> TensorDictBase:
+    """The one slot that all parts lie in."""
+    slot = parts[0].slot
+    assert slot is not None
+    batch = alone(parts[0], keys, slot.steps)
     for part in parts:
-        part.claim = None  # from now on the batch holds the slot
+        part.claim = None
     return batch
 
 
@@ -55,7 +59,7 @@ def _joined(parts: Sequence[Part], keys: Sequence[Key], how: int | str, marks_ga
     slot = parts[0].slot
     assert slot is not None
     if parts[0].row is not None:
-        whole, rows = _taken(parts, keys), [part.row for part in parts]
+        whole, rows = _whole(parts, keys), [part.row for part in parts]
         if len(parts) < slot.batch_size[0]:  # a worker was dropped while its part was under way
             whole = named(whole[torch.as_tensor(rows, device="cpu")])
         is_full = all(part.collected.steps == slot.steps for part in parts)

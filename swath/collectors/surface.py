@@ -22,7 +22,7 @@ import torch
 from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset
 
-from swath.collectors.config import CommonConfig, Transform
+from swath.collectors.config import DEVICES, CommonConfig, Transform
 from swath.collectors.control import Control
 from swath.collectors.delivery import Part
 from swath.collectors.first_come import FirstCome
@@ -69,6 +69,8 @@ class BaseCollector(Control, IterableDataset[Any]):
         self._stream: Iterator[TensorDictBase | None] | None = None
         self._same: TensorDictBase | None = None
         self._storing: dict[int, torch.device | None] = {}
+        self._moves = any(getattr(config, name) is not None for name in DEVICES)
+        """Whether batches may have to be moved to another device."""
         self._owner = os.getpid()
         self._closing = threading.RLock()
         self._consuming, self._taking = threading.RLock(), threading.RLock()
@@ -108,7 +110,10 @@ class BaseCollector(Control, IterableDataset[Any]):
             return map(self._sink.take, self._parts())
         if self.config.replay_buffer is not None:
             return (None for _ in self._parts())
-        return map(self._deliver, self._parts())  # a loop would keep hold of the last batch
+        is_plain = self._transform is None and not self.config.return_same_td
+        return map(
+            self._assemble if is_plain else self._deliver, self._parts()
+        )  # a loop would keep hold of the last batch
 
     def _parts(self) -> Iterator[list[Part]]:
         """The parts of each batch, until the budget is spent, which shuts down."""
@@ -138,7 +143,8 @@ class BaseCollector(Control, IterableDataset[Any]):
 
     def _assemble(self, parts: list[Part]) -> TensorDictBase:
         """The batch of these parts, before any post-processing, where it is to lie."""
-        return self._stored(alone(parts[0], self._delivery.terms.layout.delivered), parts[0].index)
+        batch = alone(parts[0], self._delivery.terms.layout.delivered)
+        return self._stored(batch, parts[0].index) if self._moves else batch
 
     def _stored(self, batch: TensorDictBase, worker: int = 0) -> TensorDictBase:
         if worker not in self._storing:

@@ -21,7 +21,7 @@ from swath.rollout.engine_settings import EngineSettings
 from swath.rollout.loop import Interruptor, Receipt
 from swath.rollout.slots import FEW, Slot
 from swath.runtime import undisturbed
-from swath.runtime.carrier import EVERYTHING, Link, NotNowError, Order, Topic
+from swath.runtime.carrier import EVERYTHING, Link, NotNowError, Ordered, Topic
 from swath.runtime.columns import Columns, Leaf
 from swath.runtime.local import LocalLink
 from swath.runtime.snapshots import Snapshots
@@ -165,6 +165,8 @@ class EngineJob(Reflection):
         self._watch = StepWatch(link, engine.settings.interruptor)
         self._slots: dict[Columns, Slot] = {}
         self._is_on_cpu = (engine.env.rows_device or torch.device("cpu")).type == "cpu"
+        self._may_write = link.is_local or self._is_on_cpu
+        """Whether the env can write to the memory of a place."""
         if not link.is_local:  # nobody can interrupt, or watch, what runs in the same thread
             engine.watch(self._watch, self._watch.is_wanted)
         self._report()
@@ -269,22 +271,22 @@ class EngineJob(Reflection):
             policy=WeightLayout.of(policy) if has_weights(policy) else None,
         )
 
-    def work(self, order: Order, has_questions: Callable[[], bool]) -> Receipt:
+    def work(self, order: Ordered, has_questions: Callable[[], bool]) -> Receipt:
         """Collect."""
         watch = self._watch
         watch.ticket, watch.has_questions = order.ticket, has_questions
-        match order.work:
+        match order.request:
             case Collect(random=random):
                 receipt = self._collect(order, random)
             case Fill(steps=steps, batch=batch):
                 receipt = self._fill(steps, batch)
             case _:
-                raise TypeError(f"A worker cannot understand {order.work!r}.")
+                raise TypeError(f"A worker cannot understand {order.request!r}.")
         if not self._is_local:  # there, numbers are computed when they are looked at
             self._report()
         return receipt
 
-    def _collect(self, order: Order, random: bool) -> Receipt:
+    def _collect(self, order: Ordered, random: bool) -> Receipt:
         assert order.place is not None
         if self._weights.is_behind:
             self.adopt()
@@ -296,11 +298,10 @@ class EngineJob(Reflection):
             slot = Slot.over(memory, self.engine.batch_size)
             if self._is_on_cpu:  # elsewhere none is used twice
                 self._slots[memory] = slot
-        is_here, engine = self._is_local, self.engine
-        is_handed_out = is_here and memory is order.place.memory
-        if (is_here or self._is_on_cpu) and (is_handed_out or engine.settings.post_collect_hook is None):
-            return engine.collect(slot, random=random)
-        return engine.collect_elsewhere(slot, random=random)
+        is_shown = self.engine.settings.post_collect_hook is not None  # to a hook, which may keep what it sees
+        if self._may_write and (not is_shown or (self._is_local and memory is order.place.memory)):
+            return self.engine.collect(slot, random=random)
+        return self.engine.collect_elsewhere(slot, random=random)
 
     def _fill(self, steps: int, batch: int) -> Receipt:
         receipts: list[Receipt] = []

@@ -15,7 +15,7 @@ from swath.envs.env_layout import EnvLayout
 from swath.envs.parallel_worker import EnvFailure, Seed, Stepper, TakeActions, TakeOut, make_envs
 from swath.envs.registry import Registered
 from swath.runtime import Event
-from swath.runtime.carrier import Link, Order, Topic
+from swath.runtime.carrier import Link, Ordered, Topic
 from swath.runtime.columns import Columns
 from swath.runtime.id_queue import IdQueue
 from swath.runtime.processes import ProcessLink
@@ -161,7 +161,7 @@ class AsyncEnvJob:
                 return found
         return None
 
-    def work(self, order: Order, has_questions: Callable[[], bool]) -> object:
+    def work(self, order: Ordered, has_questions: Callable[[], bool]) -> object:
         """Not used: envs are stepped when their number is called."""
         raise TypeError(f"A worker of an AsyncEnvPool cannot understand {order!r}.")
 

@@ -20,7 +20,7 @@ from swath.envs.serial import SerialEnv
 from swath.errors import annotate
 from swath.keys import RESET, Key
 from swath.runtime import Failure, Member, follow
-from swath.runtime.carrier import Link, Order, Topic
+from swath.runtime.carrier import Link, Ordered, Topic
 from swath.runtime.columns import Columns
 from swath.runtime.processes import ProcessLink
 from swath.runtime.snapshots import Snapshots
@@ -151,7 +151,7 @@ class EnvJob:
                 return EnvFailure(Failure.of(error))
         return self._stepper.obey(request)
 
-    def work(self, order: Order, has_questions: Callable[[], bool]) -> object:
+    def work(self, order: Ordered, has_questions: Callable[[], bool]) -> object:
         """Not used: work is done in rounds."""
         raise TypeError(f"A worker of a ParallelEnv cannot understand {order!r}.")
 

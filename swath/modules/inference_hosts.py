@@ -21,7 +21,7 @@ from swath.modules.inference_loop import InferenceLoop
 from swath.modules.inference_settings import InferenceSettings
 from swath.modules.inference_wire import PolicySignature, TravellingEnd
 from swath.modules.probe import guessed_shapes
-from swath.runtime.carrier import Link, Order, Task, Topic
+from swath.runtime.carrier import Link, Ordered, Task, Topic
 from swath.runtime.pool import Pool
 from swath.runtime.processes import ProcessCarrier, ProcessLink
 from swath.runtime.snapshots import Snapshots
@@ -172,9 +172,9 @@ class InferenceJob:
         """What the parent must know of the policy."""
         return signature_of_policy(self._loop.policy), _layout(self._loop.policy)
 
-    def work(self, order: Order, has_questions: Callable[[], bool]) -> object:
+    def work(self, order: Ordered, has_questions: Callable[[], bool]) -> object:
         """There are no orders."""
-        raise TypeError(f"An InferenceServer cannot understand {order.work!r}.")
+        raise TypeError(f"An InferenceServer cannot understand {order.request!r}.")
 
     def answer(self, request: object) -> object:
         """Between two batches."""

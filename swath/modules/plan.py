@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain, repeat
-from operator import contains
+from operator import contains, is_
 from typing import Any
 
 import numpy as np
@@ -230,7 +231,8 @@ class Composition:
         samplers = [module for module in modules if isinstance(module, ProbabilisticTensorDictModule)]
         given = [module.distribution_kwargs for module in samplers if module.distribution_kwargs is not None]
         self._given = [own for own in given if not isinstance(own, dict) or own]
-        self._full = [own[name] for own in self._attributes for name in ("_modules", "_parameters") if own[name]]
+        full = [(own, name) for own in self._attributes for name in ("_modules", "_parameters") if own[name]]
+        self._full, self._kinds = [own for own, _ in full], [name for _, name in full]
         """Where modules and weights are kept,"""
         open_ = [vars(module) for module in modules if isinstance(module, CONTAINERS) or not _is_torchs(module)]
         inner = [own[name] for own in open_ for name in ("_modules", "_parameters")]
@@ -240,33 +242,21 @@ class Composition:
         self._switched = [module for module in modules if hasattr(type(module), "recurrent_mode")]
         """TorchRL's modules, which a context may switch over."""
         settings = [pair for module in modules for pair in _settings_of(module)]
-        settings += [  # these may be exchanged whole
-            (own, name) for own in self._attributes for name in ("_modules", "_parameters") if own[name]
-        ]
         settings = [(own, name) for own, name in settings if (id(own), name) not in counted]
         self._set_on, self._names = [own for own, _ in settings], [name for _, name in settings]
         weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
         self._lazy = [weight for weight in weights if nn.parameter.is_lazy(weight)]
         self._weights = [weight for weight in weights if not nn.parameter.is_lazy(weight)]
         self._memory = [weight.detach() for weight in self._weights]  # which no other weight can get meanwhile
-        self._placed = self._places()
-        self._has_autocast = torch.is_autocast_enabled("cpu")
+        self._has_autocast = _is_autocast()
         self._held, self._hooks, self._added = self._holding(), RemovableHandle.next_id, self._additions()
         self._has_additions = any(one is not None for one in self._added)
         self._has_rare, self._rare = bool(self._given or self._lazy or self._switched), self._look_at_the_rare()
 
     def _holding(self) -> list[Any]:
         """Modules, weights and settings, in order; they stay alive here, so that no other takes their id."""
-        held = list(chain.from_iterable(map(dict.values, self._full)))
-        held += map(dict.get, self._set_on, self._names)
-        return held
-
-    def _places(self) -> list[Any]:
-        """Where weights lie, and how they are seen there: transposed or in part, for instance."""
-        places: list[Any] = list(map(Tensor.data_ptr, self._weights))
-        places += map(Tensor.stride, self._weights)
-        places += map(Tensor.numel, self._weights)
-        return places
+        inside = map(dict.values, map(dict.__getitem__, self._full, self._kinds))
+        return [*chain.from_iterable(inside), *map(dict.get, self._set_on, self._names)]
 
     def _additions(self) -> list[Any]:
         """Hooks, and forwards of modules' own."""
@@ -284,7 +274,8 @@ class Composition:
     @property
     def has_changed(self) -> bool:
         """Whether it is made of something else by now."""
-        if not are_same(self._holding(), self._held) or any(self._empty):
+        holding, held = self._holding(), self._held
+        if len(holding) != len(held) or not all(map(is_, holding, held)) or any(self._empty):
             return True
         is_extended = any(map(contains, self._attributes, repeat("forward")))
         if self._has_additions or is_extended or RemovableHandle.next_id != self._hooks:  # which may also go
@@ -296,9 +287,15 @@ class Composition:
             return True
         if self._readings and any([reading.has_changed for reading in self._readings]):
             return True
-        return self._places() != self._placed or torch.is_autocast_enabled("cpu") != self._has_autocast
+        # Weights may lie elsewhere by now, or be seen there in another way: transposed or in part, for instance.
+        is_in_place = all(map(Tensor.is_set_to, self._weights, self._memory))
+        return not is_in_place or _is_autocast() != self._has_autocast
 
 
+_is_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", None) or partial(
+    torch.is_autocast_enabled, "cpu"
+)
+"""Whether results may have another type, on some device: to name the device takes longer than all else."""
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Modules of torch that do what those do that they hold."""
 TORCH_SETTINGS = ("negative_slope", "beta", "threshold", "alpha", "eps", "approximate", "p")

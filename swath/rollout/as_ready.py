@@ -78,7 +78,7 @@ class AsReadyLoop(RolloutLoop):
         lane_of, is_new = np.empty(frames, np.int64), np.empty(frames, bool)
         pairs = [(flat[key], self._begun.arrays[key]) for key in self._before]
         pairs += [(flat[after(key)], lanes.out.arrays[key]) for key in self._told]
-        with self._no_grad, self._explores, self.randomness.applied():
+        with self._conditions:
             running = lanes.ids.current.copy()
             self._draw()
             self._begun_here[:] = False
@@ -115,7 +115,10 @@ class AsReadyLoop(RolloutLoop):
             steps, frames, version, begin, _, total = self._complete(slot, steps)
             receipt = Receipt(steps, frames, version, begin, running, total)
             self._finish_begun()
-        self.stats.timings.add(in_env, self._in_policy, perf_counter() - began)
+        timings = self.stats.timings
+        timings.env += in_env
+        timings.policy += self._in_policy
+        timings.bookkeeping += perf_counter() - began - in_env - self._in_policy
         return receipt
 
     def _begin_anew(self, lanes: np.ndarray, made: np.ndarray) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from tensordict.nn import InteractionType
 
-from swath.entries import NoGrad
 from swath.envs.base import FLAG, EnvBase
 from swath.envs.rows import Leaf, Rows
 from swath.errors import NotANumberWarning
@@ -38,9 +37,9 @@ from swath.keys import (
     after,
     is_private,
 )
-from swath.modules.exploration import ExploringHere, exploring
 from swath.modules.policy import PolicyRunner
 from swath.modules.stages import StageName
+from swath.rollout.conditions import Conditions
 from swath.rollout.lanes import Lanes
 from swath.rollout.randomness import Randomness
 from swath.rollout.slots import Slot
@@ -116,6 +115,8 @@ class Bound(NamedTuple):
     """and behind."""
     clears: list[Callable[[], Any]]
     sizes: list[Callable[[], Any]]
+    ids: np.ndarray | None
+    """Of trajectories and, below, what they were rewarded: by time and row, and by row and time."""
     rewards: np.ndarray | None
 
 
@@ -139,12 +140,10 @@ class RolloutLoop:
         self.stats = RolloutStats()
         self.was_stopped = False
         """Whether the interruptor has ended the last slot."""
-        kind = settings.exploration
-        self._explores: AbstractContextManager[Any] = nullcontext() if kind is None else exploring(kind)
-        self._no_grad = NoGrad()
         self.randomness = Randomness(settings.policy_device)
+        self._conditions = Conditions(settings.exploration, self.randomness)
         self.lanes = Lanes(env, limit=settings.max_frames_per_traj, worker=settings.worker)
-        with self._explores:
+        with self._conditions.exploring:
             self.policy = PolicyRunner(
                 policy,
                 env,
@@ -165,9 +164,7 @@ class RolloutLoop:
 
     def move_to_background(self) -> None:
         """Leave alone what belongs to the whole process."""
-        if self.settings.exploration is not None:
-            self._explores = ExploringHere(self.settings.exploration)
-        self.randomness.stand_alone()
+        self._conditions.move_to_background()
 
     def collect(self, slot: Slot, *, random: bool = False) -> Receipt:
         """Fill `slot` with consecutive steps of every lane; with `random` actions if so asked."""
@@ -176,7 +173,7 @@ class RolloutLoop:
         interruptor, single = self.settings.interruptor, lanes.count == 1
         steps, in_policy, in_env, self._acting = 0, 0.0, 0.0, self.version
         self.was_stopped = has_ended = False
-        with self._no_grad, self._explores, self.randomness.applied():
+        with self._conditions:
             acted = policy.begin(slot.steps, self.randomness.generator, random, self.settings.exploration)
             before, behind = self._copied(slot, acted)
             for t in range(slot.steps):
@@ -202,13 +199,16 @@ class RolloutLoop:
                     self.was_stopped = True
                     break
             receipt = self._complete(slot, steps, has_ended)
-        self.stats.timings.add(in_env, in_policy, perf_counter() - begun)
+        timings = self.stats.timings
+        timings.env += in_env
+        timings.policy += in_policy
+        timings.bookkeeping += perf_counter() - begun - in_env - in_policy
         return receipt
 
     @property
     def policy_stages(self) -> list[StageName]:
         """How the policy ran in the last slot; before the first, how it will run."""
-        with torch.no_grad(), nullcontext() if self.policy.has_acted else self._explores:
+        with torch.no_grad(), nullcontext() if self.policy.has_acted else self._conditions.exploring:
             return self.policy.stages
 
     # -- the layout --------------------------------------------------------------------------------------------
@@ -248,8 +248,9 @@ class RolloutLoop:
             behind += self._pairs(slot, self.lanes.out, self._told, after)
             is_here = isinstance(slot.columns[NEXT_REWARD], np.ndarray)  # else it has to be fetched each time
             rewards = self._rewards(slot, slot.steps) if is_here else None
+            ids = slot.columns[TRAJ_IDS].T if is_here and self.settings.track_traj_ids else None
             clears, sizes = _clears(slot), self._sizes(slot, slot.steps)
-            slot.bound = bound = Bound(self, acted, before, behind, clears, sizes, rewards)
+            slot.bound = bound = Bound(self, acted, before, behind, clears, sizes, ids, rewards)
         return bound.before, bound.behind
 
     def _pairs(self, slot: Slot, rows: Rows, keys: Iterable[Key], named: Any = None) -> list[tuple[Any, Any]]:
@@ -271,16 +272,18 @@ class RolloutLoop:
 
         `has_ended` tells whether an episode may have.
         """
-        columns, settings = slot.columns, self.settings
+        columns, settings, bound = slot.columns, self.settings, slot.bound
         self.policy.finish(columns, self._acted(steps))
-        for clear in _clears(slot) if slot.bound is None else slot.bound.clears:
+        for clear in _clears(slot) if bound is None else bound.clears:
             clear()
         real, ended = self._real(slot, steps), None
         if has_ended or settings.set_truncated or real is not None:  # not so in most small batches
             columns[NEXT_DONE][...] = columns[NEXT_TERMINATED] | columns[NEXT_TRUNCATED]
             ended = self._by_lane(slot.array(NEXT_DONE)[:, :steps, 0]).copy()
         if settings.track_traj_ids:
-            if ended is None:
+            if ended is None and bound is not None and bound.ids is not None:
+                bound.ids[...] = self.lanes.ids.current
+            elif ended is None:
                 slot.put(TRAJ_IDS, self.lanes.ids.current[:, None], steps)
             else:
                 ids = np.empty(ended.shape, np.int64)

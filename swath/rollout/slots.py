@@ -23,7 +23,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from swath.entries import Mould, trainable, trusted
+from swath.entries import mould, trainable, trusted
 from swath.keys import Key
 from swath.runtime.columns import Columns, Place
 from swath.runtime.descriptors import is_scarce
@@ -65,7 +65,7 @@ class Slot:
         self.whole = Place(memory, 0, self.lanes)
         """Where a worker writes that has the slot for itself."""
         self._places: dict[int, Place] = {}
-        self._form: tuple[Sequence[Key], Mould] | None = None
+        self._form: tuple[Sequence[Key], Callable[[Sequence[Any]], TensorDictBase]] | None = None
         """Of the last batch: its keys, and what makes it of the holders."""
         self.bound: Any = None
         """What whoever fills the slot remembers of it,"""
@@ -130,9 +130,10 @@ class Slot:
         if steps < self.steps or not self._is_on_cpu:
             return named_batch(self.hand_out(keys, steps), (*self.batch_size, steps))
         if self._form is None or self._form[0] is not keys:
-            places, size = {key: list(self._shaped).index(key) + 1 for key in keys}, (*self.batch_size, steps)
-            self._form = keys, Mould(places, size, None, time_named(size))
-        return self._form[1].cast(self._holders, torch.from_numpy)
+            order, size = list(self._shaped), (*self.batch_size, steps)
+            places = tuple((key, order.index(key) + 1) for key in keys)
+            self._form = keys, mould(places, size, None, tuple(time_named(size)), torch.from_numpy)
+        return self._form[1](self._holders)
 
 
 _slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
@@ -189,13 +190,12 @@ class Arena:
     def acquire(self, steps: int) -> Slot:
         """A free slot of `steps` steps."""
         in_use = self._in_use
-        if (
-            0 < len(in_use) <= SPARE_SLOTS + 1 and not self._free
-        ):  # as with most consumers: there is nothing to give back
-            slot = in_use[0]
-            if slot.steps == steps and not slot.is_retired and slot.is_free:
+        if len(in_use) <= SPARE_SLOTS + 1 and not self._free:  # as with most consumers: there is nothing to give back
+            for _ in range(len(in_use)):
+                slot = in_use[0]
                 in_use.rotate(-1)
-                return slot
+                if slot.steps == steps and not slot.is_retired and slot.is_free:
+                    return slot
         for _ in range(min(LOOKS, len(self._in_use))):
             slot = self._in_use.popleft()
             if not slot.is_free:

@@ -45,8 +45,24 @@ class Order:
     """Work: done in the order in which it is sent, answered by one `Finished`."""
 
     ticket: int
-    work: object
+    request: object
     place: Place | None = None
+
+
+class Ordered(Protocol):
+    """What a worker is to do: an `Order` that was sent, or the pool's own note of it where nothing has to be."""
+
+    @property
+    def ticket(self) -> int:
+        """Its number: a later one has a higher."""
+
+    @property
+    def request(self) -> object:
+        """What it is."""
+
+    @property
+    def place(self) -> Place | None:
+        """Where to write, if there is such a place."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +180,7 @@ class Job(Protocol):
     def describe(self) -> object:
         """What the pool is told first."""
 
-    def work(self, order: Order, has_questions: Callable[[], bool]) -> object:
+    def work(self, order: Ordered, has_questions: Callable[[], bool]) -> object:
         """Do an order and return its receipt. What is raised ends the worker.
 
         Where an order is done in parts, `has_questions` tells between them whether it should end early.

@@ -72,7 +72,7 @@ class LocalCarrier:
         self.interrupt, self.resume, self.heartbeat = board.interrupt, board.resume, board.heartbeat
         self.unreported_steps = board.unreported_steps
         self._links: dict[int, LocalLink] = {}
-        self._sessions: dict[int, Session] = {}
+        self.sessions: dict[int, Session] = {}
         self._mail: list[deque[Any]] = []
         """Where anything but orders waits to be seen to, on either side."""
         self.is_at_work = False
@@ -82,12 +82,12 @@ class LocalCarrier:
         self.stop(index)
         self._board.clear(index)
         link = self._links[index] = LocalLink(self._board, index)
-        session = self._sessions[index] = Session(task, link)
+        session = self.sessions[index] = Session(task, link)
         self._mail = [*self._mail, link.to_worker, link.to_pool, session.control]
         self.workers = sorted({*self.workers, index})
 
     def stop(self, index: int, timeout_s: float = 0.0) -> None:
-        session = self._sessions.pop(index, None)
+        session = self.sessions.pop(index, None)
         if session is not None:
             self.workers = [worker for worker in self.workers if worker != index]
             link = self._links[index]
@@ -96,17 +96,17 @@ class LocalCarrier:
             session.job.stop()
 
     def shutdown(self, timeout_s: float | None = None) -> None:
-        for index in list(self._sessions):
+        for index in list(self.sessions):
             self.stop(index)
 
     def send(self, index: int, message: Message) -> None:
         """Leave a message for a worker, until somebody waits for it."""
-        if index in self._sessions:
+        if index in self.sessions:
             self._links[index].to_worker.append(message)
 
     def wait(self, timeout_s: float) -> bool:
         """Let each worker do the first thing that it was sent; without time, only answer questions."""
-        for session in list(self._sessions.values()):
+        for session in list(self.sessions.values()):
             if timeout_s > 0:
                 session.step(wait=False)
             else:
@@ -128,12 +128,12 @@ class LocalCarrier:
         self.is_at_work = True
         try:
             for index in self.workers:
-                works, session = outstanding[index], self._sessions.get(index)
+                works, session = outstanding[index], self.sessions.get(index)
                 if not works or session is None:  # a signal handler has just stopped it
                     continue
                 work = works[0]
                 try:
-                    receipt = session.perform(Order(work.ticket, work.request, work.place))
+                    receipt = session.perform(work)
                 except BaseException:
                     work.is_over = work.is_lost = True
                     with lock:

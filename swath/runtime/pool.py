@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import threading
 import time
 import warnings
@@ -104,7 +105,7 @@ class Pool(Generic[W]):
         self.section = Section()  # in which all that is known of work and questions changes; see NOTE [Moments]
         self._here = carrier if isinstance(carrier, LocalCarrier) and carrier.is_local else None
         """Lets workers work in this thread: nothing is sent then, and an interrupt ends the work that it comes to."""
-        self._turns = Turns()
+        self._turns = Turns(self.section.lock)
 
     # -- starting and stopping ---------------------------------------------------------------------------------
 
@@ -219,6 +220,39 @@ class Pool(Generic[W]):
     def _send(self, index: int, message: Order | Question) -> None:
         if self._restarting.get(index, me := threading.get_ident()) == me:  # else who restarts it sends all there is
             self.carrier.send(index, message)
+
+    def do(self, work: W) -> bool:
+        """Have a worker of this process do `work` in this thread, here and now; whether that was done.
+
+        The same as to issue it, to attend until it is over and to take it, but in one turn and a fifth of the steps:
+        there may be a batch for each frame. Not so, and nothing has happened, where anything else is to be seen to
+        first; nor if the work was forgotten while it was done.
+        """
+        here, index, is_done, is_wanted = self._here, work.index, False, False
+        if here is None or here.has_mail or self._inbox or self.failure is not None or self.is_closed:
+            return False
+        with self.section.lock:
+            works, session = self._outstanding[index], here.sessions.get(index)
+            if works or session is None or not self._turns.begin(sys._getframe(), threading.get_ident()):
+                return False
+            work.ticket = self.last_ticket[index] = next(self._numbers)
+            works.append(work)
+            here.is_at_work = True
+        try:
+            receipt, is_done = session.perform(work), True
+        finally:
+            with self.section.lock:
+                here.is_at_work, work.is_over, works = False, True, self._outstanding[index]
+                if is_wanted := bool(works) and works[0] is work:
+                    works.popleft()
+                if not is_done:
+                    work.is_lost = True
+                elif is_wanted:
+                    work.receipt = self.last_receipt[index] = receipt
+                else:
+                    self.unclaimed.append((index, receipt))
+                self._turns.end()
+        return is_wanted
 
     def outstanding(self, index: int) -> int:
         """How many pieces of work the worker has not finished."""

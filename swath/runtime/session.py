@@ -20,6 +20,7 @@ from swath.runtime.carrier import (
     Message,
     NotNowError,
     Order,
+    Ordered,
     Packed,
     Question,
     Started,
@@ -132,7 +133,7 @@ class Session:
     def _work(self, order: Order) -> None:
         self._link.finish(order, self.perform(order))
 
-    def perform(self, order: Order) -> object:
+    def perform(self, order: Ordered) -> object:
         """Do an order; its receipt."""
         try:
             return self.job.work(order, self.has_questions)

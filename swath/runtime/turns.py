@@ -12,8 +12,9 @@ from types import FrameType
 class Turns:
     """One thread is at it, the others wait until it has done so once."""
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # no section: what an interrupt leaves is found by `_is_attended`
+    def __init__(self, lock: threading.RLock | None = None) -> None:
+        """Take turns under `lock`, which may be the one of what is done in them."""
+        self._lock = lock or threading.RLock()  # no section: what an interrupt leaves is found by `_is_attended`
         self._attendant = 0
         """The thread that is at it,"""
         self._frame: FrameType | None = None
@@ -29,8 +30,8 @@ class Turns:
         me, is_first, other = threading.get_ident(), False, None
         try:
             with self._lock:
-                if not self._attendant or not self._is_attended():
-                    self._frame, self._attendant, is_first = sys._getframe(), me, True
+                if self.begin(sys._getframe(), me):
+                    is_first = True
                 elif self._attendant != me:
                     other = threading.Lock()
                     other.acquire()
@@ -42,11 +43,22 @@ class Turns:
         finally:
             if is_first:
                 with self._lock:
-                    self._attendant, self._frame = 0, None
-                    if self._waiting:
-                        waiting, self._waiting = self._waiting, deque()  # a signal handler may come in between
-                        for one in waiting:
-                            one.release()
+                    self.end()
+
+    def begin(self, frame: FrameType, me: int) -> bool:
+        """Let thread `me` be at it for as long as its call `frame` lasts, if nobody is; with the lock, from there."""
+        if self._attendant and self._is_attended():
+            return False
+        self._frame, self._attendant = frame, me
+        return True
+
+    def end(self) -> None:
+        """This thread was at it; with the lock."""
+        self._attendant, self._frame = 0, None
+        if self._waiting:
+            waiting, self._waiting = self._waiting, deque()  # a signal handler may come in between
+            for one in waiting:
+                one.release()
 
     @property
     def is_mine(self) -> bool:

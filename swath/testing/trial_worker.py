@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from swath.runtime.carrier import Link, Order, Topic
+from swath.runtime.carrier import Link, Ordered, Topic
 from swath.runtime.snapshots import Snapshots
 
 
@@ -48,9 +48,9 @@ class TrialJob:
     def describe(self) -> object:
         return self._name
 
-    def work(self, order: Order, has_questions: Callable[[], bool]) -> object:
+    def work(self, order: Ordered, has_questions: Callable[[], bool]) -> object:
         """Do a trial; the receipt tells how many steps were made, and whether weights were whole in all of them."""
-        trial, steps, is_whole = order.work, 0, True
+        trial, steps, is_whole = order.request, 0, True
         assert isinstance(trial, Trial)
         while steps < trial.steps:
             steps += 1

@@ -10,12 +10,12 @@ from typing import Any
 
 import psutil
 
-from swath.runtime.carrier import Carrier, Link, News, Order, Topic
+from swath.runtime.carrier import Carrier, Link, News, Ordered, Topic
 from swath.runtime.snapshots import Snapshots
 
 
-def echo(link: Link, order: Order) -> Any:
-    return os.getpid(), order.work
+def echo(link: Link, order: Ordered) -> Any:
+    return os.getpid(), order.request
 
 
 class Doing:
@@ -23,7 +23,7 @@ class Doing:
 
     def __init__(
         self,
-        work: Callable[[Link, Order], Any] = echo,
+        work: Callable[[Link, Ordered], Any] = echo,
         begin: Callable[[Link], Any] = lambda link: "ready",
         idle: Callable[[], None] = lambda: None,
     ) -> None:
@@ -40,9 +40,9 @@ class Doing:
     def describe(self) -> Any:
         return self.description
 
-    def work(self, order: Order, has_questions: Callable[[], bool]) -> Any:
+    def work(self, order: Ordered, has_questions: Callable[[], bool]) -> Any:
         self.has_questions = has_questions
-        self.log.append(order.work)
+        self.log.append(order.request)
         return self.work_with(self.link, order)
 
     def answer(self, request: Any) -> Any:

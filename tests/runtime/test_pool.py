@@ -90,8 +90,8 @@ def die_of(ends: dict[Any, Callable[[], Any]]) -> Callable[[Link, Order], Any]:
     """What is done in work: `ends` names requests that a worker does not survive."""
 
     def work(link: Link, order: Order) -> Any:
-        ends.get(order.work, lambda: None)()
-        return os.getpid(), order.work
+        ends.get(order.request, lambda: None)()
+        return os.getpid(), order.request
 
     return work
 
@@ -279,7 +279,7 @@ def test_a_local_worker_may_be_asked_from_within_its_work() -> None:
     """As a hook does that uses its collector: the next work waits until this one is done."""
 
     def work(link: Link, order: Order) -> Any:
-        return order.work, pool.ask({0: lambda job: list(job.log)}, "x")[0]
+        return order.request, pool.ask({0: lambda job: list(job.log)}, "x")[0]
 
     pool = pool_of(LocalCarrier(1), 1, Tasks(lambda index, replaces: Doing(work)))
     works = [Work(0, "first"), Work(0, "second")]
@@ -294,9 +294,9 @@ def test_work_that_raises_in_a_local_worker_is_over() -> None:
     """As after Ctrl-C: whoever goes on is not made to wait for it."""
 
     def work(link: Link, order: Order) -> Any:
-        if order.work == "end":
+        if order.request == "end":
             raise KeyboardInterrupt
-        return order.work
+        return order.request
 
     pool = pool_of(LocalCarrier(1), 1, Tasks(lambda index, replaces: Doing(work)))
     pool.issue(lost := Work(0, "end"))
@@ -305,6 +305,93 @@ def test_work_that_raises_in_a_local_worker_is_over() -> None:
     assert lost.is_lost
     assert pool.under_way == []
     assert do(pool, 0, "next") == "next"
+
+
+# -- work that is done at once -----------------------------------------------------------------------------------------
+
+
+def local_pool(work: Any) -> Pool[Work]:
+    return pool_of(LocalCarrier(1), 1, Tasks(lambda index, replaces: Doing(work)))
+
+
+def test_work_is_done_at_once_and_counted_as_any_other() -> None:
+    pool = local_pool(lambda link, order: None if order.request == "nothing" else order.request)
+    for request in ("first", "nothing", "last"):
+        assert pool.do(work := Work(0, request))
+        assert (work.is_over, work.is_lost) == (True, False)
+        assert work.receipt == pool.last_receipt[0] == (None if request == "nothing" else request)
+        assert work.ticket == pool.last_ticket[0]
+    assert (pool.under_way, list(pool.finished), list(pool.unclaimed)) == ([], [], [])
+    assert do(pool, 0, "as ever") == "as ever"
+
+
+def test_nothing_is_done_at_once_where_something_else_comes_first(start_workers: Start) -> None:
+    elsewhere = pool_of(start_workers(workers=1), 1, Tasks(lambda index, replaces: Doing()))
+    assert not elsewhere.do(Work(0, "x"))
+    pool = local_pool(lambda link, order: order.request)
+    pool.issue(waiting := Work(0, "before"))
+    assert not pool.do(late := Work(0, "behind"))
+    assert (late.is_over, late.ticket, waiting.is_over) == (False, 0, False)
+    wait_for(pool, waiting)
+    assert pool.do(late)
+    pool.shutdown(1.0)
+    assert not pool.do(never := Work(0, "x"))
+    assert not never.is_over
+
+
+def test_what_is_done_at_once_may_ask_and_be_forgotten() -> None:
+    """As by another thread that sets a seed: what was done of it is told to whoever counts."""
+
+    def work(link: Link, order: Order) -> Any:
+        if order.request == "forgotten":
+            with pool.section:
+                pool._forget_work(0, on_purpose=True)
+        return order.request, pool.ask({0: lambda job: len(job.log)}, "x")[0], pool.do(Work(0, "within"))
+
+    pool = local_pool(work)
+    assert pool.do(asked := Work(0, "asked"))
+    assert asked.receipt == ("asked", 2, False)
+    assert not pool.do(forgotten := Work(0, "forgotten"))
+    assert (forgotten.is_over, forgotten.is_given_up, forgotten.receipt) == (True, True, None)
+    assert list(pool.unclaimed) == [(0, ("forgotten", 4, False))]
+    assert pool.do(Work(0, "asked"))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_what_is_done_at_once_and_raises_is_over(error: type[BaseException]) -> None:
+    def work(link: Link, order: Order) -> Any:
+        if order.request == "end":
+            raise error
+        return order.request
+
+    pool = local_pool(work)
+    with pytest.raises(error):
+        pool.do(lost := Work(0, "end"))
+    assert (lost.is_over, lost.is_lost, pool.under_way) == (True, True, [])
+    assert pool.do(Work(0, "next"))
+
+
+def test_others_wait_for_their_turn_while_something_is_done_at_once() -> None:
+    begun, may_end, answers = threading.Event(), threading.Event(), list[Any]()
+
+    def work(link: Link, order: Order) -> Any:
+        begun.set()
+        assert may_end.wait(20)
+        return order.request
+
+    pool = local_pool(work)
+    asker = threading.Thread(target=lambda: answers.append(pool.ask({0: lambda job: "answer"}, "x")[0]))
+    worker = threading.Thread(target=lambda: answers.append(pool.do(Work(0, "x"))))
+    worker.start()
+    assert begun.wait(20)
+    asker.start()
+    asker.join(0.2)
+    assert asker.is_alive()
+    assert answers == []
+    may_end.set()
+    for thread in (worker, asker):
+        thread.join(20)
+    assert sorted(map(str, answers)) == ["True", "answer"]
 
 
 # -- failures --------------------------------------------------------------------------------------------------------
@@ -493,10 +580,10 @@ def test_a_question_to_a_worker_that_is_dropped_has_no_answer(start_workers: Sta
 
 def nap(link: Link, order: Order) -> Any:
     """Sleep for so long; with a minus, beating meanwhile."""
-    end = time.monotonic() + abs(order.work)  # type: ignore[arg-type]
+    end = time.monotonic() + abs(order.request)  # type: ignore[arg-type]
     while time.monotonic() < end:
         time.sleep(0.02)
-        if order.work < 0:  # type: ignore[operator]
+        if order.request < 0:  # type: ignore[operator]
             link.beat(order.ticket)
     return "awake"
 
@@ -631,7 +718,7 @@ def test_one_that_gets_nowhere_is_replaced_after_a_pause_and_others_go_on(
     monkeypatch.setattr("swath.runtime.supervision.LONGEST_PAUSE_S", 1000.0)
 
     def work(link: Link, order: Order) -> Any:
-        if order.work == "step":
+        if order.request == "step":
             link.beat(order.ticket)
         return die_of({"end": kill_oneself})(link, order)
 

@@ -32,7 +32,7 @@ from swath.collectors.worker import FIELDS, BatchLayout, Call, Collect, EngineJo
 from swath.errors import annotate
 from swath.keys import MASK, TRAJ_IDS, WORKER_BITS
 from swath.rollout.loop import Receipt
-from swath.runtime.carrier import EVERYTHING, Link, Order, Topic
+from swath.runtime.carrier import EVERYTHING, Link, Ordered, Topic
 from swath.runtime.columns import Columns
 from swath.runtime.processes import ProcessCarrier
 from swath.runtime.snapshots import Snapshots, Values
@@ -155,14 +155,14 @@ class InnerCollector(MultiCollector):
         lanes, env = (workers * first, *others), f"{workers} x {layout.env}"
         return replace(layout, batch_size=size, env_size=lanes, device=None, env=env)
 
-    def work(self, order: Order, has_questions: Callable[[], bool]) -> Receipt:
+    def work(self, order: Ordered, has_questions: Callable[[], bool]) -> Receipt:
         """Collect. An error ends the workers, too: nothing more is asked of this node, which may live on."""
-        if not isinstance(order.work, Collect) or order.place is None:
-            raise TypeError(f"A node with inner workers cannot do {order.work!r}.")
+        if not isinstance(order.request, Collect) or order.place is None:
+            raise TypeError(f"A node with inner workers cannot do {order.request!r}.")
         self._carrier.ticket = order.ticket
         try:
             self._adopt()
-            receipt = self._collect(self._link.memory(order.place), order.work.random)
+            receipt = self._collect(self._link.memory(order.place), order.request.random)
             self._carrier.look()
         except BaseException as error:
             annotate(error, f"It has ended {self!r}.")
