@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from swath.collectors.delivery import AT_RANDOM, BY_POLICY, Barrier, Part
 from swath.collectors.worker import Fill
-from swath.rollout.loop import Receipt
 
 
 class Direct(Barrier):
@@ -26,14 +25,12 @@ class Direct(Barrier):
         if terms.writes:
             part = Part(0, Fill(steps, terms.steps[0]), steps, terms.version())
         else:
-            arena = self._arena(0, terms.layout.batch_size)
-            slot = arena.acquire(steps)
-            part = Part(0, AT_RANDOM if self._is_random(spent) else BY_POLICY, steps, terms.version(), slot.whole)
+            arena = self._arenas.get(0) or self._arena(0, terms.layout.batch_size)
+            slot, work = arena.acquire(steps), AT_RANDOM if spent < terms.init_random_frames else BY_POLICY
+            part = Part(0, work, steps, terms.version(), slot.whole)
             part.arena, part.slot, part.claim = arena, slot, slot.claim
         if not pool.do(part):
             return super().next()
-        receipt = part.receipt
-        assert isinstance(receipt, Receipt)
-        self._spend(0, receipt.frames)
+        self._spend(0, part.collected.frames)
         self.batches += 1
         return [part]

@@ -275,13 +275,13 @@ class EngineJob(Reflection):
         """Collect."""
         watch = self._watch
         watch.ticket, watch.has_questions = order.ticket, has_questions
-        match order.request:
-            case Collect(random=random):
-                receipt = self._collect(order, random)
-            case Fill(steps=steps, batch=batch):
-                receipt = self._fill(steps, batch)
-            case _:
-                raise TypeError(f"A worker cannot understand {order.request!r}.")
+        request = order.request
+        if isinstance(request, Collect):
+            receipt = self._collect(order, request.random)
+        elif isinstance(request, Fill):
+            receipt = self._fill(request.steps, request.batch)
+        else:
+            raise TypeError(f"A worker cannot understand {request!r}.")
         if not self._is_local:  # there, numbers are computed when they are looked at
             self._report()
         return receipt
