@@ -246,8 +246,9 @@ class Composition:
         self._set_on, self._names = [own for own, _ in settings], [name for _, name in settings]
         weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
         self._lazy = [weight for weight in weights if nn.parameter.is_lazy(weight)]
-        self._weights = [weight for weight in weights if not nn.parameter.is_lazy(weight)]
-        self._memory = [weight.detach() for weight in self._weights]  # which no other weight can get meanwhile
+        self.weights = [weight for weight in weights if not nn.parameter.is_lazy(weight)]
+        """All that there are of modules that were found."""
+        self._memory = [weight.detach() for weight in self.weights]  # which no other weight can get meanwhile
         self._has_autocast = _is_autocast()
         self._held, self._hooks, self._added = self._holding(), RemovableHandle.next_id, self._additions()
         self._has_additions = any(one is not None for one in self._added)
@@ -288,7 +289,7 @@ class Composition:
         if self._readings and any([reading.has_changed for reading in self._readings]):
             return True
         # Weights may lie elsewhere by now, or be seen there in another way: transposed or in part, for instance.
-        is_in_place = all(map(Tensor.is_set_to, self._weights, self._memory))
+        is_in_place = all(map(Tensor.is_set_to, self.weights, self._memory))
         return not is_in_place or _is_autocast() != self._has_autocast
 
 

@@ -26,6 +26,7 @@ from swath.envs.rows import Rows
 from swath.errors import PolicyError, annotate
 from swath.keys import Key, as_path, is_private
 from swath.modules.exploration import ExplorationType, acting_type
+from swath.modules.own_thread import MAX_MULTIPLICATIONS, in_own_thread
 from swath.modules.plan import Composition, Planner
 from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
@@ -136,6 +137,8 @@ class PolicyRunner:
         self._random: list[Stage] = [RandomStage(env.actions, self.outputs)]
         if given:
             self._random.append(EchoStage(present, self.outputs, given))
+        self._seen = [present.leaf(key) for key in present.tensors]
+        self._is_here = device is None or device.type == "cpu"
         self._active: list[Stage] = []
         self._acting: list[Stage] = []
         self._recorded: list[Key] = []
@@ -170,6 +173,8 @@ class PolicyRunner:
         if acting is not self._acting:
             self._active, self._acting = active, acting
             self._runs, self._runs_on = in_turn(acting), in_turn(acting, "run_on")
+            if self._is_light and any(stage.reason for stage in active):
+                self._runs, self._runs_on = in_own_thread(self._runs), in_own_thread(self._runs_on)
             self._finishes = [stage.finish for stage in active if type(stage).finish is not Stage.finish]
             late = {key for stage in active for key in stage.late}
             self._recorded = [key for key in self.outputs.tensors if key not in late]
@@ -184,6 +189,14 @@ class PolicyRunner:
             self._plan = self._planner.plan(self.policy)
             self._planned_for, self._composition = kind, Composition(self.policy, self._planner.readings)
         return self._plan
+
+    @property
+    def _is_light(self) -> bool:
+        """Whether a step of the policy is too little for several threads, as far as can be known; not for sequences."""
+        weights = [] if self._composition is None else self._composition.weights
+        is_flat = all(weight.ndim <= 2 for weight in weights) and all(len(leaf.shape) <= 1 for leaf in self._seen)
+        count = sum(weight.numel() for weight in weights) * self.outputs.lanes
+        return is_flat and 0 < count <= MAX_MULTIPLICATIONS and self._is_here
 
     @property
     def has_acted(self) -> bool:
