@@ -54,6 +54,8 @@ class GymLanes:
         self._seeds: list[int | None] = [None] * len(self.envs)
         self.failed = 0
         """The lane whose env has raised last."""
+        self._views: list[memoryview] | None = None
+        """The rows that observations are written to as they are, for as long as these fit."""
         self._bound_action: Rows | None = None
         self._bound_out: Rows | None = None
 

@@ -4,8 +4,8 @@ NOTE [Past wrappers]: `gym.make` puts three wrappers around an env. PassiveEnvCh
 OrderEnforcing wants a reset before them, and TimeLimit counts. Once an env was reset and its first steps were looked
 at, only the counting is left, and yet each step goes through all three: half a microsecond, which is much beside an env
 that takes six. So lanes step what is inside, and count in TimeLimit's stead, in TimeLimit's own attributes: whoever
-asks the env finds the same in it. Resets go through all wrappers, and with each of them it is looked at anew what can be
-passed: nothing in an env's first episode, nor wrappers of anybody else, nor what is inside of those.
+asks the env finds the same in it. Resets go through all wrappers, and with each of them it is looked at anew what can
+be passed: not the checker in an env's first episode, nor wrappers of anybody else, nor what is inside of those.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ STEPS: dict[type, Any] = {kind: kind.step for kind in (OrderEnforcing, PassiveEn
 
 def way_into(env: gym.Env[Any, Any]) -> tuple[gym.Env[Any, Any], Any]:
     """What to step instead of `env`, which was just reset, and the TimeLimit whose steps have to be counted, if any."""
-    inside, limit = env, None
+    inside: Any = env
+    limit: Any = None
     # The bound method tells of a step that the wrapper, or its class, was given. (To look into the wrapper's `__dict__`
     # would make Python store its attributes in another way, which is slower from then on.)
     while (known := STEPS.get(type(inside))) is not None and getattr(inside.step, "__func__", None) is known:

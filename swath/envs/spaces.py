@@ -166,7 +166,7 @@ class ObservationCodec:
         target = rows.arrays[entry.key]
         if others or entry.path or not isinstance(entry.space, boxes) or target.ndim != 2:
             return None
-        return list(map(memoryview, target))
+        return [memoryview(row) for row in target]
 
     def batch_writer(self, rows: Rows) -> Callable[[Any], None]:
         """A function that writes the observations of all lanes, given as gymnasium's vector envs give them."""
