@@ -133,10 +133,10 @@ class DistributionStage(Stage):
     def finish(self, columns: Mapping[Key, Any], filled: Filled) -> None:
         """Check the parameters and compute the log-probabilities of the samples, of all steps."""
         if self._is_late:
-            params = {name: torch.as_tensor(columns[key][filled]) for name, key in self._param_keys.items()}
+            params = {name: _as_tensor(columns[key][filled]) for name, key in self._param_keys.items()}
             distribution = self._part.distribution_class(**params, **self._settings)
             for key in self.late:
-                score = distribution.log_prob(torch.as_tensor(columns[self._keys[0]][filled]))
+                score = distribution.log_prob(_as_tensor(columns[self._keys[0]][filled]))
                 columns[key][filled] = score if isinstance(columns[key], Tensor) else score.numpy()
 
     def _drawn(self, params: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -243,7 +243,9 @@ class TensorDictStage(Stage):
         return [(key, outputs.writer(key, "The policy")) for key in self._keys]
 
     def _ask(self, request: TensorDict, writers: list[tuple[Key, Callable[[Tensor], None]]]) -> TensorDictBase:
-        answer = checked_answer(self._explored(request))
+        answer = self._explored(request)
+        if type(answer) is not TensorDict:  # which takes its time to say that it is one
+            answer = checked_answer(answer)
         found = first_entries(answer)
         for key, write in writers:
             value = found.get(key) if type(key) is str else answer.get(key, None)
@@ -325,6 +327,11 @@ class Lasting:
                 self._memory = memory.numpy()
                 self._before = self._memory.tobytes()
         return self._given
+
+
+def _as_tensor(values: Any) -> Tensor:
+    """Part of a column, which is an array if it lies on the CPU."""
+    return values if isinstance(values, Tensor) else torch.from_numpy(values)
 
 
 def _gather(rows: Rows, keys: Iterable[Key], lanes: np.ndarray) -> Rows:
