@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LONGEST = 490
-SIZES = {"swath": 36_330, "tests": 41_760}
+SIZES = {"swath": 36_530, "tests": 42_070}
 """Lines in all: what there is now. They go up only with something new for users, and by no more than that takes."""
 SAME_NAMES = {
     "__init__.py": "packages",
@@ -23,6 +23,7 @@ SAME_NAMES = {
 THIRD_PARTY = {
     "atexit": "_clear _run_exitfuncs",
     "envpool": "_reset",
+    "gymnasium.wrappers": "_elapsed_steps _has_reset _max_episode_steps",
     "multiprocessing": "_children _exit_function _finalizer_registry _resource_tracker _stop",
     "os": "_exit",
     "subprocess": "_args_from_interpreter_flags",

@@ -22,6 +22,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
+from swath.envs.gym_steps import way_into
 from swath.envs.rows import Rows
 from swath.envs.spaces import ActionCodec, ObservationCodec
 from swath.errors import UnsupportedEnvError, annotate, wrong_shape
@@ -48,10 +49,13 @@ class GymLanes:
         self.envs = list(envs)
         self._observations = observations
         self._actions = actions
-        self._steps = [env.step for env in self.envs]
+        self._ways: list[tuple[Any, Any]] = [(env, None) for env in self.envs]
+        """What is stepped in each lane, and the TimeLimit that counts its steps; see NOTE [Past wrappers]."""
         self._seeds: list[int | None] = [None] * len(self.envs)
         self.failed = 0
         """The lane whose env has raised last."""
+        self._views: list[memoryview] | None = None
+        """The rows that observations are written to as they are, for as long as these fit."""
         self._bound_action: Rows | None = None
         self._bound_out: Rows | None = None
 
@@ -66,6 +70,7 @@ class GymLanes:
                 seed, self._seeds[lane] = self._seeds[lane], None
                 answer = self.envs[lane].reset(seed=seed)
                 self._write(lane, answer[0])
+                self._ways[lane] = way_into(self.envs[lane])
         except Exception as error:
             self.failed = lane
             annotate(error, f"Raised in reset() of lane {lane}, {self.envs[lane]}. {_reset_hint(error, answer)}")
@@ -78,19 +83,27 @@ class GymLanes:
             self._bound_action = action
         if out is not self._bound_out:
             self._bind_out(out)
-        write, reward, steps = self._write, self._reward, self._steps
+        write, reward, ways = self._write, self._reward, self._ways
         terminated, truncated = self._terminated, self._truncated
-        rows, shape, kind = self._plain
+        views = self._views
         finished = False
         lane = -1
         act: Any = None
         try:
             acts = self._read(lanes)
             for lane, act in enumerate(acts) if lanes is None else zip(lanes, acts, strict=True):
-                observation, gain, over, cut, _ = steps[lane](act)
-                if type(observation) is np.ndarray and observation.dtype is kind and observation.shape == shape:
-                    rows[lane][...] = observation  # what `write` would do, without a call for each lane
-                else:
+                inside, limit = ways[lane]
+                observation, gain, over, cut, _ = inside.step(act)
+                if limit is not None:
+                    limit._elapsed_steps += 1
+                    if limit._elapsed_steps >= limit._max_episode_steps:
+                        cut = True
+                if views is not None:
+                    try:
+                        views[lane][:] = observation  # what `write` would do, without a call for each lane
+                    except (BufferError, TypeError, ValueError):  # it has to be converted, as those that follow
+                        views = self._views = None
+                if views is None:
                     write(lane, observation)
                 try:
                     reward[lane] = gain
@@ -117,8 +130,7 @@ class GymLanes:
 
     def _bind_out(self, out: Rows) -> None:
         self._write = self._observations.lane_writer(out)
-        plain = self._observations.plain_rows(out)
-        self._plain: tuple[list[np.ndarray], tuple[int, ...], Any] = plain or ([], (), None)
+        self._views = self._observations.views(out)
         self._reward, self._terminated, self._truncated = (_numbers(out.arrays[key]) for key in HAPPENED)
         self._bound_out = out
 

@@ -157,13 +157,16 @@ class ObservationCodec:
 
         return write
 
-    def plain_rows(self, rows: Rows) -> tuple[list[np.ndarray], tuple[int, ...], np.dtype[Any]] | None:
-        """The row of each lane, its shape and its type, where an observation is one array that is copied as it is."""
+    def views(self, rows: Rows) -> list[memoryview] | None:
+        """The row of each lane, where an observation is one vector that is copied as it is.
+
+        `view[:] = observation` takes a third of the time of numpy, and only what has the same shape and type.
+        """
         (entry, *others), boxes = self.entries, gs.Box | gs.MultiBinary
-        if others or entry.path or not isinstance(entry.space, boxes):
-            return None
         target = rows.arrays[entry.key]
-        return [target[lane, ...] for lane in range(len(target))], target.shape[1:], target.dtype
+        if others or entry.path or not isinstance(entry.space, boxes) or target.ndim != 2:
+            return None
+        return [memoryview(row) for row in target]
 
     def batch_writer(self, rows: Rows) -> Callable[[Any], None]:
         """A function that writes the observations of all lanes, given as gymnasium's vector envs give them."""

@@ -18,13 +18,14 @@ from swath.envs.base import EnvBase
 from swath.envs.rows import Rows
 from swath.errors import RowCountError
 from swath.keys import Key, as_key
+from swath.modules.called import ask
 from swath.modules.exploration import ExploringHere
 from swath.modules.mlp import MLPStage, flatten
 from swath.modules.parts import parts_of
 from swath.modules.plan import Composition, Planner
 from swath.modules.probe import Probe
 from swath.modules.sampling import SamplingStage
-from swath.modules.stages import Stage, ask
+from swath.modules.stages import Stage
 from swath.runtime.columns import Columns, Leaf, array_of, tensor_of
 
 AHEAD = 64

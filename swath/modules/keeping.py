@@ -38,22 +38,11 @@ REFUSED = {
     *("autograd", "backward", "enable_grad", "grad", "grad_fn", "inference_mode", "is_grad_enabled", "is_inference"),
     *("is_inference_mode_enabled", "is_leaf", "register_hook", "requires_grad", "requires_grad_", "retain_grad"),
     *("resize_", "retains_grad", "set_", "set_grad_enabled", "share_memory_", "swap_tensors", "to_module", "compile"),
-    *(
-        "data",
-        "real",
-        "imag",
-        "apply_",
-        "map_",
-        "vmap",
-        "save",
-        "load",
-        "load_state_dict",
-        "memmap_",
-        "memmap",
-        "from_module",
-    ),
+    *("data", "real", "imag", "apply_", "map_", "vmap", "save", "load", "load_state_dict", "memmap_", "memmap"),
+    *("from_module", "as_strided_", "detach_", "rename_", "resize_as_", "squeeze_", "swapaxes_", "swapdims_", "t_"),
+    *("transpose_", "unsqueeze_"),
 }
-"""What asks for gradients, tells of the mode, or keeps what it is given."""
+"""What asks for gradients, tells of the mode, keeps what it is given, or gives it another shape."""
 KEPT_BUILTINS = BUILTINS | {
     *("abs", "all", "any", "bool", "dict", "isinstance", "map", "max", "min", "print", "round", "set", "slice"),
     *("sorted", "str", "sum"),
@@ -407,3 +396,9 @@ def _is_known_distribution(kind: Any) -> bool:
 def _has_plain_settings(module: ProbabilisticTensorDictModule) -> bool:
     settings = (module.distribution_kwargs or {}).values()
     return all(isinstance(value, bool | int | float | str | Tensor | None) for value in settings)
+
+
+def has_numbers_alone(module: ProbabilisticTensorDictModule) -> bool:
+    """Whether the settings of its distribution are of no shape, so that they fit any number of frames."""
+    settings = (module.distribution_kwargs or {}).values()
+    return all(isinstance(value, bool | int | float | str | None) for value in settings)

@@ -17,17 +17,18 @@ from torch.utils.hooks import RemovableHandle
 
 from swath.envs.rows import Rows
 from swath.keys import Key, as_key
+from swath.modules.called import DistributionStage, TensorDictStage, TorchStage
 from swath.modules.composite import composite_stage
 from swath.modules.exploration import acting_type
 from swath.modules.families import draws_once, params_of, sampling_stage
-from swath.modules.keeping import Reading
+from swath.modules.keeping import Reading, has_numbers_alone
 from swath.modules.mlp import mlp_stage
 from swath.modules.parts import Writes, acts_as, are_same, declared_by, overlap, parts_of
 from swath.modules.peer_parts import is_kept_safe, peer_stage, projection_stage
 from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
 from swath.modules.settled import is_setting
-from swath.modules.stages import DistributionStage, RandomStage, Stage, TensorDictStage, TorchStage
+from swath.modules.stages import RandomStage, Stage
 from swath.modules.traced import traced_stage
 from swath.runtime import compiler
 
@@ -136,8 +137,9 @@ class Planner:
         is_sampler = acts_as(part) is ProbabilisticTensorDictModule
         stage: Stage
         if is_sampler and writes.are_tensors and self._draws_plainly(part) and all(key in known for key in in_keys):
-            params = {name: known[key] for name, key in params_of(part).items()}
-            stage = DistributionStage(part, params, self._outputs)
+            params = {name: (key, known[key]) for name, key in params_of(part).items()}
+            late = has_numbers_alone(part) and self._may_finish_late(part, later)
+            stage = DistributionStage(part, params, self._outputs, late)
         else:
             call = self._as_called(part)
             stage = TensorDictStage(call, self._present, written, self._outputs, writes.leaves, self._device)

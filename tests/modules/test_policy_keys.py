@@ -23,7 +23,7 @@ from torch import distributions as D
 from swath import entries
 from swath.envs import Leaf, Rows
 from swath.errors import PolicyError
-from swath.modules.stages import TensorDictStage
+from swath.modules.called import TensorDictStage
 
 
 def by_keyword(*, left: Tensor, right: Tensor) -> Tensor:
