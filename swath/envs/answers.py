@@ -26,15 +26,15 @@ class Requests:
 
     def __init__(self, env: EnvBase, sources: Sequence[tuple[Rows, Key]]) -> None:
         """Copy these entries for each."""
-        self._copiers = {key: rows.copier(key) for rows, key in sources}
+        self._copiers = [(key, rows.copier(key)) for rows, key in sources]
         self._size = env.batch_size
         self._form = Form(trusted({}, env.batch_size, None))
-        self._is_flat = all(isinstance(key, str) for key in self._copiers)
+        self._is_flat = all(isinstance(key, str) for key, _ in self._copiers)
 
-    def make(self, **others: Tensor) -> TensorDict:
-        """One with copies of what is in the rows now, and `others`."""
-        given: dict[Key, Tensor] = {key: copy() for key, copy in self._copiers.items()}
-        given.update(others)
+    def make(self, given: dict[Key, Tensor]) -> TensorDict:
+        """One with what is `given`, and copies of what is in the rows now."""
+        for key, copy in self._copiers:
+            given[key] = copy()
         return self._form.filled(given) if self._is_flat else trusted(given, self._size, None)
 
 
@@ -47,7 +47,8 @@ class Resets:
         self._env = env
         self._requests = Requests(env, [(out, key) for key in env.observation_keys])
         self._told = [(key, out.tensors[key].shape) for key in env.observation_keys]
-        self._device = env.rows_device or CPU
+        self._flags = (*env.batch_size, 1)
+        self._elsewhere = None if env.rows_device in (None, CPU) else env.rows_device
 
     def make(self, reset: Callable[[TensorDictBase], TensorDictBase], lanes: Sequence[int]) -> None:
         """Begin anew in `lanes` with the env's `_reset`; of what it tells, write only what is about these."""
@@ -55,10 +56,10 @@ class Resets:
         if len(chosen) == env.num_lanes:
             request = trusted({}, env.batch_size, None)
         else:
-            mask = np.zeros((*env.batch_size, 1), bool)
-            mask.reshape(-1)[chosen] = True
-            marked = torch.from_numpy(mask)
-            request = self._requests.make(**{RESET: marked if self._device == CPU else marked.to(self._device)})
+            mask = np.zeros(env.num_lanes, bool)
+            mask[chosen] = True
+            marked = torch.from_numpy(mask.reshape(self._flags))
+            request = self._requests.make({RESET: marked if self._elsewhere is None else marked.to(self._elsewhere)})
         answer = EnvAnswer(env, "_reset", reset(request))
         for key, shape in self._told:
             out.set_some(key, chosen, answer.entry(key, shape))
@@ -71,25 +72,35 @@ class Steps:
         """Give the env copies of the observations in `out` and of `action`."""
         self.action, self.out = action, out
         self._env = env
+        self._told = [*env.observation_keys, REWARD]
         sources = [(out, key) for key in env.observation_keys] + [(action, key) for key in env.action_keys]
         self._requests = Requests(env, sources)
-        self._told = [(key, out.tensors[key].shape) for key in (*env.observation_keys, REWARD)]
+        self._takers = [(key, out.tensors[key].shape, out.taker(key)) for key in (*self._told, TERMINATED, TRUNCATED)]
         self._flags = [out.tensors[key] for key in (TERMINATED, TRUNCATED)]
         self._ends: list[Any] = [out.arrays[key] for key in (TERMINATED, TRUNCATED) if key in out.arrays]
         self._none = bytes(env.num_lanes)
 
     def make(self, step: Callable[[TensorDictBase], TensorDictBase]) -> bool:
         """Make a step with the env's `_step`, and tell whether any lane finished."""
-        out = self.out
-        answer = EnvAnswer(self._env, "_step", step(self._requests.make()))
-        for key, shape in self._told:
-            out.set(key, answer.entry(key, shape))
-        terminated, truncated = answer.ends(self._flags[0])
-        out.set(TERMINATED, terminated)
-        out.set(TRUNCATED, truncated)
+        answer = step(self._requests.make({}))
+        entries = first_entries(answer)
+        for key, shape, take in self._takers:
+            value: Tensor | None = entries.get(key)  # type: ignore[call-overload]
+            if value is None or value.shape != shape:
+                self._take_apart(EnvAnswer(self._env, "_step", answer))
+                break
+            take(value.detach() if value.requires_grad else value)
         if self._ends:  # as bytes, which are compared at once
-            return any(flags.tobytes() != self._none for flags in self._ends)
+            return self._ends[0].tobytes() != self._none or self._ends[1].tobytes() != self._none
         return bool(self._flags[0].any() or self._flags[1].any())
+
+    def _take_apart(self, answer: EnvAnswer) -> None:
+        """Take an answer that is nested, has other flags, or lacks something."""
+        for key in self._told:
+            self.out.set(key, answer.entry(key, self.out.tensors[key].shape))
+        terminated, truncated = answer.ends(self._flags[0])
+        self.out.set(TERMINATED, terminated)
+        self.out.set(TRUNCATED, truncated)
 
 
 class EnvAnswer:
@@ -116,16 +127,7 @@ class EnvAnswer:
 
     def ends(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """terminated and truncated, from whichever of the three flags there are."""
-        terminated, truncated = self._find(TERMINATED), self._find(TRUNCATED)
-        if (
-            terminated is not None
-            and truncated is not None
-            and terminated.dtype is truncated.dtype is like.dtype
-            and terminated.shape == truncated.shape == like.shape
-        ):
-            return terminated, truncated
-        both = {TERMINATED: terminated, TRUNCATED: truncated}
-        given = {key: flag for key, flag in both.items() if flag is not None}
+        given = {key: flag for key in (TERMINATED, TRUNCATED) if (flag := self._find(key)) is not None}
         if len(given) < 2 and (over := self._find(DONE)) is not None:
             given[DONE] = over
         if not given:

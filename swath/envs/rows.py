@@ -108,15 +108,20 @@ class Rows:
         """Copy `value`, of the same shape, into `key`."""
         self._forms[key][2](value.detach() if value.requires_grad else value)
 
+    def taker(self, key: Key) -> Callable[[Tensor], object]:
+        """What copies a value without gradient, of the same shape, into `key`."""
+        return self._forms[key][2]
+
     def set_some(self, key: Key, lanes: np.ndarray, value: Tensor) -> None:
         """Copy the rows of `lanes` of `value`, which has all of them, into `key`."""
         array, target = self.arrays.get(key), self.tensors[key]
-        value = value.detach().to(target)
+        if value.dtype is not target.dtype or value.requires_grad or not value.is_cpu:
+            value = value.detach().to(target)
         if array is not None:
             array[lanes] = value.numpy().reshape(array.shape).take(lanes, 0)
             return
         index, flat = torch.from_numpy(lanes).to(target.device), self.flat(key)
-        writable(flat)[index] = writable(value.reshape(flat.shape)[index])
+        writable(flat)[index] = writable(value.to(target).reshape(flat.shape)[index])
 
     def copy(self, key: Key) -> Tensor:
         """A tensor of its own with what is in `key` now."""
