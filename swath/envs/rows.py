@@ -130,9 +130,8 @@ class Rows:
     def copier(self, key: Key) -> Callable[[], Tensor]:
         """A function that makes such a copy of `key`, which stays where it is."""
         tensor = self.tensors[key].detach()
-        if key not in self.arrays:
+        if key not in self.arrays or tensor.numel() < LARGE:
             return tensor.clone
-        # By way of numpy, which asks less of the caches: they are cold while other processes use them.
         array = self.arrays[key].reshape(tensor.shape)
         return lambda: torch.from_numpy(array.copy())
 

@@ -65,3 +65,21 @@ def test_items_are_what_each_place_has_in_the_same_memory(shape: tuple[int, ...]
     assert (columns[:, 3] == row).all()
     assert not columns[:, [0, 1, 2, 4]].any()
     assert np.shares_memory(as_items(columns, 2), columns) == bool(columns.size)
+
+
+@pytest.mark.parametrize("batch_size", [(), (6,), (2, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64], ids=str)
+def test_rows_of_some_lanes_are_set_from_whatever_has_all(batch_size: tuple[int, ...], dtype: torch.dtype) -> None:
+    rows = Rows(LEAVES, batch_size)
+    value = torch.arange(4 * rows.lanes, dtype=dtype).view(*batch_size, 4)
+    lanes = np.array([0, 2, 5])[: rows.lanes]
+    wanted = torch.zeros(rows.lanes, 4)
+    wanted[lanes] = value.float().view(rows.lanes, 4)[lanes]
+    for given in (
+        value,
+        value.mT.contiguous().mT if batch_size else value,
+        nn.Parameter(value, dtype.is_floating_point),
+    ):
+        rows.tensors["vector"].zero_()
+        rows.set_some("vector", lanes, given)
+        assert torch.equal(rows.flat("vector"), wanted)
