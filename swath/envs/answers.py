@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,35 +72,35 @@ class Steps:
         """Give the env copies of the observations in `out` and of `action`."""
         self.action, self.out = action, out
         self._env = env
-        self._told = [*env.observation_keys, REWARD]
         sources = [(out, key) for key in env.observation_keys] + [(action, key) for key in env.action_keys]
         self._requests = Requests(env, sources)
-        self._takers = [(key, out.tensors[key].shape, out.taker(key)) for key in (*self._told, TERMINATED, TRUNCATED)]
-        self._flags = [out.tensors[key] for key in (TERMINATED, TRUNCATED)]
+        self._told, self._flags = (
+            [(key, out.tensors[key].shape, out.taker(key)) for key in keys]
+            for keys in ((*env.observation_keys, REWARD), (TERMINATED, TRUNCATED))
+        )
         self._ends: list[Any] = [out.arrays[key] for key in (TERMINATED, TRUNCATED) if key in out.arrays]
         self._none = bytes(env.num_lanes)
 
     def make(self, step: Callable[[TensorDictBase], TensorDictBase]) -> bool:
         """Make a step with the env's `_step`, and tell whether any lane finished."""
-        answer = step(self._requests.make({}))
-        entries = first_entries(answer)
-        for key, shape, take in self._takers:
-            value: Tensor | None = entries.get(key)  # type: ignore[call-overload]
+        out, answer = self.out, step(self._requests.make({}))
+        entries: Mapping[Any, Any] = first_entries(answer)
+        for key, shape, take in self._told:
+            value = entries.get(key)
             if value is None or value.shape != shape:
-                self._take_apart(EnvAnswer(self._env, "_step", answer))
+                value = EnvAnswer(self._env, "_step", answer).entry(key, shape)
+            take(value.detach() if value.requires_grad else value)
+        for key, shape, take in self._flags:
+            value = entries.get(key)
+            if value is None or value.shape != shape:
+                terminated, truncated = EnvAnswer(self._env, "_step", answer).ends(out.tensors[TERMINATED])
+                out.set(TERMINATED, terminated)
+                out.set(TRUNCATED, truncated)
                 break
             take(value.detach() if value.requires_grad else value)
         if self._ends:  # as bytes, which are compared at once
-            return self._ends[0].tobytes() != self._none or self._ends[1].tobytes() != self._none
-        return bool(self._flags[0].any() or self._flags[1].any())
-
-    def _take_apart(self, answer: EnvAnswer) -> None:
-        """Take an answer that is nested, has other flags, or lacks something."""
-        for key in self._told:
-            self.out.set(key, answer.entry(key, self.out.tensors[key].shape))
-        terminated, truncated = answer.ends(self._flags[0])
-        self.out.set(TERMINATED, terminated)
-        self.out.set(TRUNCATED, truncated)
+            return bool(self._ends[0].tobytes() != self._none or self._ends[1].tobytes() != self._none)
+        return bool(out.tensors[TERMINATED].any() or out.tensors[TRUNCATED].any())
 
 
 class EnvAnswer:

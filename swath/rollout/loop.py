@@ -263,7 +263,7 @@ class RolloutLoop:
             row = rows.arrays[key] if isinstance(column, np.ndarray) else rows.flat(key)
             if self.lanes.count == 1:
                 pairs.append((column[0], row.reshape(row.shape[1:])))
-            elif isinstance(column, np.ndarray) and column.flags.c_contiguous and row.flags.c_contiguous:
+            elif isinstance(row, np.ndarray) and row.flags.c_contiguous and column.flags.c_contiguous:
                 pairs.append((as_items(column, 2), as_items(row, 1)))
             else:
                 pairs.append((column, row))
