@@ -14,18 +14,16 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from swath.entries import trusted
-from swath.envs.answers import EnvAnswer, Steps
+from swath.envs.answers import CPU, Resets, Steps
 from swath.envs.foreign import NotOfTorchRL
 from swath.envs.rows import Leaf, Rows
 from swath.envs.spaces import ActionCodec, ObservationCodec, must_not_clash
 from swath.errors import ClosedError, UnsupportedEnvError, wrong_shape
 from swath.keys import DONE, FLAGS, NEXT, RESET, REWARD, TERMINATED, TRUNCATED, Key, nest
-from swath.runtime.columns import writable
 from swath.seeding import checked_seed, lane_seed, lane_seeds, next_seed, policy_seed
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
-CPU = torch.device("cpu")
 FLAG = Leaf((1,), torch.bool)
 SURFACE = object()
 """Stands for the callers of an env's own `reset` and `step`."""
@@ -81,12 +79,14 @@ class EnvBase(NotOfTorchRL):
         self._generator: torch.Generator | None = None
         self._action_rows: Rows | None = None
         self._out_rows: Rows | None = None
+        self._bound_resets: Resets | None = None
         self._bound_steps: Steps | None = None
         """For the rows that were stepped with last."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is made when it is needed: it is bound to the memory of this very env."""
-        return {**vars(self), "_action_rows": None, "_out_rows": None, "_bound_steps": None}
+        made = ("_action_rows", "_out_rows", "_bound_resets", "_bound_steps")
+        return {**vars(self), **dict.fromkeys(made)}
 
     # -- what there is -----------------------------------------------------------------------------------------
 
@@ -141,25 +141,10 @@ class EnvBase(NotOfTorchRL):
 
     def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
         """Begin a new episode in each of `lanes` and write its first observation into `out`."""
-        chosen = np.asarray(lanes, np.int64)
-        seen: dict[Key, Tensor] = {}
-        if len(lanes) < self.num_lanes:
-            mask = np.zeros((*self.batch_size, 1), bool)
-            mask.reshape(-1)[chosen] = True
-            seen = {key: out.copy(key) for key in self.observation_keys}
-            seen[RESET] = torch.from_numpy(mask)
-            if (device := self.rows_device) is not None and device != CPU:
-                seen[RESET] = seen[RESET].to(device)
-        answer = EnvAnswer(self, "_reset", self._reset(trusted(seen, self.batch_size, None)))
-        for key in self.observation_keys:
-            target = out.tensors[key]
-            value = answer.entry(key, target).detach().to(target)
-            flat = (self.num_lanes, *target.shape[len(self.batch_size) :])
-            if key in out.arrays:
-                out.arrays[key][chosen] = value.numpy().reshape(flat).take(chosen, 0)
-                continue
-            index = torch.from_numpy(chosen).to(target.device)
-            writable(target.view(flat))[index] = writable(value.reshape(flat)[index])
+        resets = self._bound_resets
+        if resets is None or resets.out is not out:
+            resets = self._bound_resets = Resets(self, out)
+        resets.make(self._reset, lanes)
 
     def step_into(self, action: Rows, out: Rows) -> bool:
         """Step every lane with `action`; write what happened into `out`. Return whether any lane finished."""

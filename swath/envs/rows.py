@@ -17,9 +17,9 @@ from torch import Tensor
 
 from swath.errors import wrong_shape
 from swath.keys import Key
-from swath.runtime.columns import Columns, Leaf
+from swath.runtime.columns import Columns, Leaf, writable
 
-__all__ = ["Index", "Leaf", "Rows", "rows_of"]
+__all__ = ["Index", "Leaf", "Rows", "as_items", "rows_of"]
 
 
 Index = slice | np.ndarray
@@ -34,6 +34,18 @@ def rows_of(lanes: np.ndarray) -> Index:
         return lanes
     first = int(lanes[0])
     return slice(first, first + 1)
+
+
+def as_items(array: np.ndarray, dims: int) -> np.ndarray:
+    """`array`, which is contiguous, with its first dimensions only: what else there is of each place is one item.
+
+    Between arrays with a distance from item to item, numpy copies these in up to a third of the time.
+    """
+    lead = array.shape[:dims]
+    if not array.size:
+        return array
+    items = array.reshape(*lead, -1)
+    return items.view(np.dtype((np.void, items.shape[-1] * array.itemsize))).reshape(lead)
 
 
 class Rows:
@@ -96,6 +108,21 @@ class Rows:
         """Copy `value`, of the same shape, into `key`."""
         self._forms[key][2](value.detach() if value.requires_grad else value)
 
+    def taker(self, key: Key) -> Callable[[Tensor], object]:
+        """What copies a value without gradient, of the same shape, into `key`."""
+        return self._forms[key][2]
+
+    def set_some(self, key: Key, lanes: np.ndarray, value: Tensor) -> None:
+        """Copy the rows of `lanes` of `value`, which has all of them, into `key`."""
+        array, target = self.arrays.get(key), self.tensors[key]
+        if value.dtype is not target.dtype or value.requires_grad or not value.is_cpu:
+            value = value.detach().to(target)
+        if array is not None:
+            array[lanes] = value.numpy().reshape(array.shape).take(lanes, 0)
+            return
+        index, flat = torch.from_numpy(lanes).to(target.device), self.flat(key)
+        writable(flat)[index] = writable(value.to(target).reshape(flat.shape)[index])
+
     def copy(self, key: Key) -> Tensor:
         """A tensor of its own with what is in `key` now."""
         return self.copier(key)()
@@ -103,9 +130,8 @@ class Rows:
     def copier(self, key: Key) -> Callable[[], Tensor]:
         """A function that makes such a copy of `key`, which stays where it is."""
         tensor = self.tensors[key].detach()
-        if key not in self.arrays:
+        if key not in self.arrays or tensor.numel() < LARGE:
             return tensor.clone
-        # By way of numpy, which asks less of the caches: they are cold while other processes use them.
         array = self.arrays[key].reshape(tensor.shape)
         return lambda: torch.from_numpy(array.copy())
 

@@ -13,6 +13,8 @@ SOME = 96
 """So many exponentials are added up by one slow call in less time than by several quick ones."""
 MANY_ROWS = 32
 """For each choice so many rows, and more, are combined by columns in less time."""
+MANY_PAIRS = 256
+"""So many rows of two choices, and more, are added up by several quick calls in less time than by one slow one."""
 SMALL = 4096
 """So many numbers, and more, are multiplied in this thread; see NOTE [BLAS threads]."""
 
@@ -25,8 +27,12 @@ def all_finite(flat: np.ndarray) -> bool:
 def log_total(logits: np.ndarray) -> np.ndarray:
     """The logarithm of the exponentials of `logits` `[..., A]`, added up over the choices."""
     total: np.ndarray
-    if logits.shape[-1] == 2:
+    if logits.shape[-1] == 2 and logits.size < 2 * MANY_PAIRS:
         total = np.logaddexp(logits[..., 0], logits[..., 1])
+    elif logits.shape[-1] == 2:
+        total = np.abs(logits[..., 0] - logits[..., 1])
+        np.log1p(np.exp(np.negative(total, total), total), total)
+        total += np.maximum(logits[..., 0], logits[..., 1])
     elif logits.size <= SOME:
         total = np.logaddexp.reduce(logits, -1)
     else:

@@ -9,8 +9,8 @@ NOTE [BLAS threads]: numpy's OpenBLAS takes all cores for a product that it find
 says. Products of this size are over before threads pay, and where another process or the trainer keeps a core busy,
 each of them waits for the scheduler: milliseconds instead of microseconds. (torch's own threads do the same.) The
 number of threads can only be set for the whole process, which is not ours to do while a trainer runs beside us. But
-OpenBLAS stays in the calling thread for up to `MAX_IN_THREAD` multiplications. So a larger product is done in blocks of
-outputs that are no larger than that: without threads, about as fast as one thread does it in one piece.
+OpenBLAS stays in the calling thread for up to `MAX_IN_THREAD` multiplications. So a larger product is done in blocks
+that are no larger than that, without threads: of lanes, or of outputs where only a few lanes would fit into a block.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ MAX_IN_THREAD = 262_144
 
 Before version 0.3.27 (numpy 2 has a later one) the limit for one lane, a product with a vector, was 9,216.
 """
+
+SEVERAL_LANES = 4
+"""With so many lanes in a block, and more, blocks of lanes are quicker than blocks of outputs."""
 
 
 def _sigmoid(module: object, x: np.ndarray) -> None:
@@ -125,17 +128,16 @@ def _is_peers(module: nn.Module) -> bool:
     return name_of(type(module)) == ("torchrl.modules.models.models", "MLP") and isinstance(module.out_features, int)
 
 
-def blocks_of(lanes: int, inputs: int, outputs: int) -> list[slice]:
-    """The blocks of outputs in which a product is done; see NOTE [BLAS threads]."""
-    width = max(1, MAX_IN_THREAD // (lanes * inputs))
-    width = outputs if outputs <= width else width - width % 16 or width  # whole vectors are quicker
-    return [slice(start, start + width) for start in range(0, outputs, width)]
-
-
-def products(x: np.ndarray, weight: np.ndarray, out: np.ndarray, blocks: list[slice]) -> list[Operation]:
-    """What multiplies `x` `[n, in]` by `weight` `[in, out]`."""
-    if len(blocks) == 1:
+def products(x: np.ndarray, weight: np.ndarray, out: np.ndarray) -> list[Operation]:
+    """What multiplies `x` `[n, in]` by `weight` `[in, out]`; see NOTE [BLAS threads]."""
+    n, (inputs, outputs) = len(x), weight.shape
+    if n * weight.size <= MAX_IN_THREAD:
         return [partial(x.dot, weight, out)]
+    if weight.flags.c_contiguous and (some := MAX_IN_THREAD // weight.size) >= SEVERAL_LANES:
+        return [partial(x[i : i + some].dot, weight, out[i : i + some]) for i in range(0, n, some)]
+    width = max(1, MAX_IN_THREAD // (n * inputs))
+    width -= width % 16 if 16 <= width < outputs else 0  # whole vectors are quicker
+    blocks = [slice(start, start + width) for start in range(0, outputs, width)]
     return [partial(np.matmul, x, weight[:, block], out[:, block]) for block in blocks]
 
 
@@ -146,7 +148,6 @@ class Layer:
         self._linear = linear
         weight = linear.weight.detach().numpy()
         outputs, inputs = weight.shape  # not what the module says, if it was given another weight
-        self._blocks = blocks_of(lanes, inputs, outputs)
         # For one lane a product is as quick in either order, and copying much quicker in the one that torch has.
         self._weight = np.empty((inputs, outputs), weight.dtype, order="F" if lanes == 1 else "C")
         self._bias = None if linear.bias is None else np.empty((lanes, outputs), weight.dtype)
@@ -171,7 +172,7 @@ class Layer:
         If it `is_live`, with the weight (and for one lane the bias) as it is when it runs, and not as it was fetched.
         """
         weight = self._now[0].T if is_live else self._weight
-        operations = products(x, weight, out, self._blocks)
+        operations = products(x, weight, out)
         if self._bias is not None:
             is_one = is_live and len(self.out) == 1
             operations.append(partial(np.add, out, self._now[1][None] if is_one else self._bias[: len(out)], out))

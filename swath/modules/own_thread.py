@@ -35,7 +35,7 @@ def _numbers() -> Numbers | None:
 
 
 def in_own_thread(calls: Sequence[Callable[..., object]]) -> list[Callable[..., object]]:
-    """What makes all `calls` in turn, for which torch uses this thread alone; the calls themselves if that cannot be."""
+    """What makes all `calls` in turn, for which torch uses this thread alone; if that cannot be, these themselves."""
     numbers = _numbers()
     if numbers is None or torch.get_num_threads() == 1:
         return list(calls)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from swath.modules.mlp import MAX_IN_THREAD, Operation, blocks_of, products
+from swath.modules.mlp import MAX_IN_THREAD, Operation, products
 from swath.modules.tape import Tape, TapeNode, UnknownError
 
 MAX_WEIGHTS = 150_000
@@ -40,7 +40,7 @@ class Cell:
         rows, columns = self._inputs + self.size + 1, 4 * self.size
         if lanes * rows > MAX_IN_THREAD or rows * columns > MAX_WEIGHTS:
             raise UnknownError("more than is computed without threads, or than is fetched for each slot")
-        self._blocks, self.multiplications = blocks_of(lanes, rows, columns), rows * columns
+        self.multiplications = rows * columns
         dtype = getattr(owner, self._names[0]).detach().numpy().dtype
         self._weight = np.zeros((rows, columns), dtype, order="F" if lanes == 1 else "C")  # as in `Layer`
         self._given = np.ones((lanes, rows), dtype)
@@ -71,7 +71,7 @@ class Cell:
         operations: list[Operation] = [
             partial(np.copyto, given[:, : self._inputs], x),
             partial(np.copyto, given[:, self._inputs : -1], h),
-            *products(given, self._weight, out, self._blocks),
+            *products(given, self._weight, out),
             partial(np.tanh, out if gates == 3 else signs, out if gates == 3 else signs),
             partial(np.multiply, signs, half, signs),
             partial(np.add, signs, half, signs),

@@ -19,7 +19,7 @@ import torch
 from tensordict.nn import InteractionType
 
 from swath.envs.base import FLAG, EnvBase
-from swath.envs.rows import Leaf, Rows
+from swath.envs.rows import Leaf, Rows, as_items
 from swath.errors import NotANumberWarning
 from swath.keys import (
     DONE,
@@ -262,7 +262,12 @@ class RolloutLoop:
         for name, key in wanted:
             column = slot.columns[name]
             row = rows.arrays[key] if isinstance(column, np.ndarray) else rows.flat(key)
-            pairs.append((column[0], row.reshape(row.shape[1:])) if self.lanes.count == 1 else (column, row))
+            if self.lanes.count == 1:
+                pairs.append((column[0], row.reshape(row.shape[1:])))
+            elif isinstance(row, np.ndarray) and row.flags.c_contiguous and column.flags.c_contiguous:
+                pairs.append((as_items(column, 2), as_items(row, 1)))
+            else:
+                pairs.append((column, row))
         return pairs
 
     # -- once per slot -----------------------------------------------------------------------------------------

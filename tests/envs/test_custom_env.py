@@ -4,12 +4,14 @@ import copy
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from custom_envs import Walk, changed
 from gymnasium import spaces as gs
 from tensordict import TensorDict, TensorDictBase
 
+from swath.collectors import Collector
 from swath.envs import EnvBase
 from swath.errors import ShapeError
 from swath.keys import NEXT, RESET
@@ -146,3 +148,52 @@ def test_a_partial_reset_shows_the_mask_and_the_present() -> None:
     assert requests[1][RESET].tolist() == [[False], [True]]
     assert requests[1]["observation"].tolist() == [[0.5], [0.5]]
     assert td["observation"].tolist() == [[0.5], [0]]  # it began all lanes, but only one was asked for
+
+
+class Reusing(EnvBase):
+    """Counts in one tensor, which it returns every time; lane `i` ends after `i + 2` steps, and begins at -100."""
+
+    def __init__(self, batch_size: tuple[int, ...], dtype: torch.dtype, is_nested: bool) -> None:
+        space: gs.Space[Any] = gs.Box(-1000, 1000, (2,), np.float32)
+        super().__init__(
+            gs.Dict({"a": gs.Dict({"b": space})} if is_nested else {"a": space}), gs.Discrete(2), batch_size=batch_size
+        )
+        self.key = ("a", "b") if is_nested else "a"
+        self.counts = torch.zeros(*batch_size, 2, dtype=dtype)
+        self.ends = torch.arange(2, self.num_lanes + 2).view(*batch_size, 1)
+
+    def _reset(self, tensordict: TensorDictBase) -> TensorDictBase:
+        chosen = tensordict.get(RESET, torch.ones(*self.batch_size, 1, dtype=torch.bool))
+        self.counts.masked_fill_(chosen, -100)
+        return TensorDict({}, self.batch_size).set(self.key, self.counts)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        assert torch.equal(tensordict.get(self.key), self.counts.float())
+        self.counts += 1
+        answer = TensorDict(
+            {"reward": self.counts[..., 0], "done": self.counts[..., :1] + 100 >= self.ends}, self.batch_size
+        )
+        return answer.set(self.key, self.counts)
+
+
+@pytest.mark.parametrize("batch_size", [(5,), (2, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64], ids=str)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_an_env_may_return_the_same_tensor_every_time(
+    batch_size: tuple[int, ...], dtype: torch.dtype, is_nested: bool
+) -> None:
+    env = Reusing(batch_size, dtype, is_nested)
+    lanes, steps = env.num_lanes, 12
+    collector = Collector(env, None, frames_per_batch=lanes * steps, total_frames=-1)
+    batch: Any = [collector.next().clone(), collector.next().clone()]
+    batch = TensorDict.cat(batch, len(batch_size)).reshape(lanes, 2 * steps)
+    period = torch.arange(2, lanes + 2).unsqueeze(-1)
+    times = torch.arange(2 * steps).expand(lanes, -1)
+    assert torch.equal(batch[env.key][..., 0], times % period - 100.0)
+    assert torch.equal(batch[NEXT, env.key][..., 1], times % period - 99.0)
+    assert torch.equal(batch[NEXT, "reward"][..., 0], times % period - 99.0)
+    assert torch.equal(batch[NEXT, "terminated"][..., 0], (times + 1) % period == 0)
+    for lane in range(lanes):
+        ids = batch["collector", "traj_ids"][lane]
+        assert len(ids.unique()) == -(-2 * steps // (lane + 2))
+        assert torch.equal(ids[1:] != ids[:-1], batch[NEXT, "done"][lane, :-1, 0])

@@ -1,11 +1,12 @@
 """Rows, wherever they lie."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from swath.envs import Leaf, Rows
-from swath.envs.rows import LARGE
+from swath.envs.rows import LARGE, as_items
 from swath.errors import ShapeError
 from swath.runtime.columns import Columns
 
@@ -53,3 +54,32 @@ def test_what_is_put_is_copied_whatever_it_is(size: int, dtype: torch.dtype) -> 
         assert torch.equal(rows.tensors["x"], value)
     with pytest.raises(ShapeError, match=r"It gave 'x' of shape"):
         rows.put("x", value[:1], "It")
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (0,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32, torch.complex128], ids=str)
+def test_items_are_what_each_place_has_in_the_same_memory(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    columns = Columns({"x": Leaf(shape, dtype)}, (4, 5)).tensors["x"].numpy()
+    row = np.arange(np.prod((4, *shape), dtype=int)).reshape(4, *shape).astype(columns.dtype)
+    as_items(columns, 2)[:, 3] = as_items(row, 1)
+    assert (columns[:, 3] == row).all()
+    assert not columns[:, [0, 1, 2, 4]].any()
+    assert np.shares_memory(as_items(columns, 2), columns) == bool(columns.size)
+
+
+@pytest.mark.parametrize("batch_size", [(), (6,), (2, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64], ids=str)
+def test_rows_of_some_lanes_are_set_from_whatever_has_all(batch_size: tuple[int, ...], dtype: torch.dtype) -> None:
+    rows = Rows(LEAVES, batch_size)
+    value = torch.arange(4 * rows.lanes, dtype=dtype).view(*batch_size, 4)
+    lanes = np.array([0, 2, 5])[: rows.lanes]
+    wanted = torch.zeros(rows.lanes, 4)
+    wanted[lanes] = value.float().view(rows.lanes, 4)[lanes]
+    for given in (
+        value,
+        value.mT.contiguous().mT if batch_size else value,
+        nn.Parameter(value, dtype.is_floating_point),
+    ):
+        rows.tensors["vector"].zero_()
+        rows.set_some("vector", lanes, given)
+        assert torch.equal(rows.flat("vector"), wanted)

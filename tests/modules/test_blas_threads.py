@@ -27,7 +27,9 @@ def ran_since(before: dict[str, int]) -> set[str]:
     return {name for name, time in run_times().items() if time != before.get(name)}
 
 
-@pytest.mark.parametrize(("lanes", "hidden", "kind"), [(16, 256, "f4"), (12, 300, "f8"), (1, 800, "f4")])
+@pytest.mark.parametrize(
+    ("lanes", "hidden", "kind"), [(16, 256, "f4"), (12, 300, "f8"), (301, 60, "f4"), (1, 800, "f4")]
+)
 def test_a_rollout_stays_in_its_thread(lanes: int, hidden: int, kind: str) -> None:
     torch.set_num_threads(2)
     net = wide(hidden).double() if kind == "f8" else wide(hidden)
@@ -53,7 +55,7 @@ def test_a_rollout_stays_in_its_thread(lanes: int, hidden: int, kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", ["f4", "f8"])
-@pytest.mark.parametrize(("lanes", "hidden"), [(16, 256), (6, 300), (3, 500), (40, 130), (1, 700)])
+@pytest.mark.parametrize(("lanes", "hidden"), [(16, 256), (6, 300), (3, 500), (40, 130), (301, 60), (1, 700)])
 def test_products_that_are_done_in_blocks_are_right(lanes: int, hidden: int, kind: str) -> None:
     net = wide(hidden).double() if kind == "f8" else wide(hidden)
     env = WaveEnv(observation_space=DOUBLE if kind == "f8" else VECTOR, lengths=[50] * lanes)

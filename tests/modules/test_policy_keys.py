@@ -429,3 +429,11 @@ def test_what_keeps_nothing_is_called_in_inference_mode(way: dict[str, Any], mon
     batch = collector.next()
     assert modes == {True}
     assert not any(value.is_inference() for value in batch.values(True, True))
+
+
+def test_what_a_policy_writes_need_not_be_contiguous() -> None:
+    def act(observation: Tensor) -> tuple[Tensor, Tensor]:
+        return observation.argmax(-1) % zoo.CHOICES, observation.mT.contiguous().mT * 2
+
+    batch = zoo.collect(TensorDictModule(act, ["observation"], ["action", "double"]), zoo.WaveEnv(lengths=[4] * 5))
+    assert torch.equal(batch["double"], batch["observation"] * 2)

@@ -54,6 +54,23 @@ def test_discrete_actions_are_drawn_with_the_modules_probabilities(name: str) ->
     assert (counts > 0).all()
 
 
+@pytest.mark.parametrize(("lanes", "steps"), [(1, 1), (20, 10), (200, 60)])
+def test_choices_are_drawn_with_their_probabilities_however_many_at_once(lanes: int, steps: int) -> None:
+    torch.manual_seed(0)
+    sampler = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=D.Categorical)
+    logits = np.full((lanes, zoo.CHOICES), [0.5, -3.0, 1.0], np.float32)
+    action, counts = np.zeros(lanes, np.int64), np.zeros(zoo.CHOICES)
+    stage = sampling_stage(sampler, {"logits": logits}, {"action": action}, InteractionType.RANDOM, late=True)
+    assert stage is not None
+    for _ in range(max(1, 6000 // (lanes * steps))):
+        stage.begin(steps, None)
+        for t in range(steps):
+            stage.run(t)
+            counts += np.bincount(action, minlength=zoo.CHOICES)
+    expected = torch.from_numpy(logits[0]).softmax(-1).numpy() * counts.sum()
+    assert ((counts - expected) ** 2 / expected).sum() < CHI_SQUARE[zoo.CHOICES - 1]
+
+
 @pytest.mark.parametrize("name", [name for name, case in zoo.STOCHASTIC.items() if case.actions is not zoo.DISCRETE])
 def test_continuous_actions_are_drawn_from_the_modules_distribution(name: str) -> None:
     case = zoo.STOCHASTIC[name]
