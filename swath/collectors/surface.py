@@ -71,7 +71,7 @@ class BaseCollector(Control, IterableDataset[Any]):
         self._storing: dict[int, torch.device | None] = {}
         self._moves = any(getattr(config, name) is not None for name in DEVICES)
         """Whether batches may have to be moved to another device."""
-        self._owner = os.getpid()
+        self._owner, self._is_fork = os.getpid(), False
         self._closing = threading.RLock()
         self._consuming, self._taking = threading.RLock(), threading.RLock()
         """Held while a batch is made: threads that ask for one get theirs in turn."""
@@ -120,7 +120,7 @@ class BaseCollector(Control, IterableDataset[Any]):
         if self.closed and not self._delivery.budget.is_spent:
             self._must_be_open()
         while not self.closed:
-            if self._free is not None or self._pool.failure is not None or os.getpid() != self._owner:
+            if self._free is not None or self._pool.failure is not None or self._is_fork:
                 self._must_be_open()
                 self._must_not_run()
             self._weights.at_batch("before")
@@ -446,6 +446,15 @@ class BaseCollector(Control, IterableDataset[Any]):
 
 
 _open_collectors: weakref.WeakSet[BaseCollector] = weakref.WeakSet()
+
+
+def _begin_in_child() -> None:
+    """Tell those of which this process has a copy by a fork: to ask for its number takes a while, in every batch."""
+    for collector in list(_open_collectors):
+        collector._is_fork = True
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
 
 
 @atexit.register

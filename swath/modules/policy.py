@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,12 @@ from swath.modules.plan import Composition, Planner
 from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
 from swath.modules.stages import EchoStage, Filled, RandomStage, RangeStage, Stage, StageName, in_turn
+
+
+@lru_cache(maxsize=16)
+def _first(steps: int) -> Filled:
+    """The first `steps` steps of all lanes."""
+    return slice(None), slice(steps)
 
 
 def as_policy(policy: Any, env: EnvBase) -> Any:
@@ -238,6 +245,6 @@ class PolicyRunner:
         `steps` says how many steps are valid in all lanes, or is a mask `[N, T]` of those that are. What else there is
         is left alone.
         """
-        filled: Filled = (slice(None), slice(steps)) if isinstance(steps, int) else steps
+        filled: Filled = _first(steps) if isinstance(steps, int) else steps
         for finish in self._finishes:
             finish(columns, filled)
