@@ -117,7 +117,9 @@ class Convolving(nn.Module):
         return self.net(self.conv(observation.float().unsqueeze(-2)).sum(-2))
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Sequential(mlp(600), nn.Linear(600, CHOICES)), Convolving], ids=["wide", "conv"])
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Sequential(mlp(600), nn.Linear(600, CHOICES)), Convolving], ids=["wide", "conv"]
+)
 def test_what_may_be_more_work_has_all_threads(make: Callable[[], nn.Module]) -> None:
     policy = Watching(make())
     collected(policy, lanes=64)
