@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LONGEST = 490
-SIZES = {"swath": 36_650, "tests": 42_160}
+SIZES = {"swath": 36_660, "tests": 42_400}
 """Lines in all: what there is now. They go up only with something new for users, and by no more than that takes."""
 SAME_NAMES = {
     "__init__.py": "packages",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 HOUSE = Path(__file__).resolve().parents[1] / ".ci" / "house.py"
-SIZES = runpy.run_path(str(HOUSE))["SIZES"]
+SIZES, LONGEST = (runpy.run_path(str(HOUSE))[name] for name in ("SIZES", "LONGEST"))
 
 FINE = """
 import os
@@ -102,14 +102,14 @@ def test_names_that_exist_twice(tmp_path: Path) -> None:
 
 def test_what_is_too_long(tmp_path: Path) -> None:
     most, most_tests = (SIZES[part] for part in ("swath", "tests"))
-    files = {f"swath/part_{number}.py": "x = 1\n" * 450 for number in range(most // 450)}
-    files |= {"swath/long.py": "x = 1\n" * 451, "tests/test_long.py": "x = 1\n" * (most_tests + 1)}
-    lines = most // 450 * 450 + 451
+    files = {f"swath/part_{number}.py": "x = 1\n" * LONGEST for number in range(most // LONGEST)}
+    files |= {"swath/long.py": "x = 1\n" * (LONGEST + 1), "tests/test_long.py": "x = 1\n" * (most_tests + 1)}
+    lines = most // LONGEST * LONGEST + LONGEST + 1
     assert told(tmp_path, files) == (
         1,
         [
             f"swath:1: has {lines:,} lines, {lines - most:,} more than {most:,}",
-            "swath/long.py:451: has 451 lines, more than 450",
+            f"swath/long.py:{LONGEST + 1}: has {LONGEST + 1} lines, more than {LONGEST}",
             f"tests:1: has {most_tests + 1:,} lines, 1 more than {most_tests:,}",
         ],
     )

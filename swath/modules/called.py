@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule
-from torch import Tensor
+from torch import Tensor, distributions
 
 from swath.entries import Form, first_entries, trusted
 from swath.envs.rows import LARGE, Rows
@@ -86,11 +86,15 @@ class TorchStage(Stage):
                 write(result)
 
 
+CHOICES = (distributions.Bernoulli, distributions.Categorical, distributions.OneHotCategorical)
+"""Distributions that cannot be drawn from if their parameters cannot be. (Of NaN, others make NaN, for the env.)"""
+
+
 class DistributionStage(Stage):
     """Draws from a distribution that is not known: put together and asked as its module does, without the rest.
 
-    One of torch's own that may be `late` is only looked at when the slot is complete, for all steps at once: whether
-    its parameters can be, and how likely the samples were.
+    One of `CHOICES` that may be `late` is only looked at when the slot is complete, for all steps at once: whether its
+    parameters can be, and how likely the samples were.
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class DistributionStage(Stage):
         self._params = {name: row for name, (_, row) in params.items()}
         self._param_keys = {name: key for name, (key, _) in params.items()}
         self._keys = [as_key(key) for key in part.out_keys]  # the sample, and how likely it was
-        self._is_late = late and part.distribution_class.__module__.startswith("torch.distributions.")
+        self._is_late = late and part.distribution_class in CHOICES
         if self._is_late:
             self.late = tuple(self._keys[1:])
         self._writers = [outputs.writer(key, "The policy") for key in self._drawn_keys]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from functools import partial
 from typing import Any
 
@@ -26,16 +26,20 @@ _of_this_thread: ContextVar[ExplorationType | None] = ContextVar("swath_explorat
 
 
 class Exploring:
-    """tensordict's `set_interaction_type` in a tenth of its calls; it may be entered again once it was left."""
+    """tensordict's `set_interaction_type` in a tenth of its calls; it may be entered again once it was left.
+
+    No interrupt comes in the middle of a line without a call: it is entered or not, and what is not need not be left.
+    """
 
     def __init__(self, kind: ExplorationType) -> None:
-        self._kind = kind
+        self._kind, self._is_set = kind, False
 
     def __enter__(self) -> None:
-        self._before, _of_all._mode = _of_all._mode, self._kind
+        self._before, _of_all._mode, self._is_set = _of_all._mode, self._kind, True
 
     def __exit__(self, *exc: object) -> None:
-        _of_all._mode = self._before
+        if self._is_set:
+            _of_all._mode, self._is_set = self._before, False
 
 
 def exploring(kind: ExplorationType) -> AbstractContextManager[Any]:
@@ -51,12 +55,15 @@ class ExploringHere:
 
     def __init__(self, kind: ExplorationType) -> None:
         self._kind = kind
+        self._token: Token[ExplorationType | None] | None = None
 
     def __enter__(self) -> None:
         self._token = _of_this_thread.set(self._kind)
 
     def __exit__(self, *exc: object) -> None:
-        _of_this_thread.reset(self._token)
+        token, self._token = self._token, None
+        if token is not None:
+            _of_this_thread.reset(token)
 
 
 def acting_type() -> ExplorationType | None:

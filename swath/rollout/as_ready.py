@@ -65,7 +65,7 @@ class AsReadyLoop(RolloutLoop):
             self._before.append(POLICY_VERSION)
         return leaves
 
-    def collect(self, slot: Slot, *, random: bool = False) -> Receipt:
+    def _collect(self, slot: Slot, random: bool) -> Receipt:
         """Fill `slot` with complete frames; with `random` actions if so asked."""
         began = perf_counter()
         env, lanes, interruptor = self.env, self.lanes, self.settings.interruptor

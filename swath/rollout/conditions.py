@@ -9,44 +9,36 @@ import torch
 from tensordict.nn import InteractionType
 
 from swath.modules.exploration import ExploringHere, exploring
-from swath.rollout.randomness import Randomness
 
 
 class Conditions:
-    """No gradients, one way to explore, and the random numbers of a loop; it may be entered again once it was left.
+    """No gradients, and one way to explore: one context for both, as a slot may be a single step.
 
-    One context for all three: a slot may be a single step, of which each by itself would take its part.
+    It may be entered again once it was left. What is interrupted in the middle of either is undone.
     """
 
-    def __init__(self, kind: InteractionType | None, randomness: Randomness) -> None:
+    def __init__(self, kind: InteractionType | None) -> None:
         """Explore like `kind`, or as whoever calls says."""
-        self._kind, self._randomness = kind, randomness
+        self._kind, self._had_grad = kind, True
         self.exploring: AbstractContextManager[Any] = nullcontext() if kind is None else exploring(kind)
         """The second alone."""
-        self._lent: AbstractContextManager[None] | None = None
-        self._had_grad = True
 
     def move_to_background(self) -> None:
         """Leave alone what belongs to the whole process."""
         if self._kind is not None:
             self.exploring = ExploringHere(self._kind)
-        self._randomness.stand_alone()
 
     def __enter__(self) -> None:
-        self.exploring.__enter__()
+        self._had_grad = torch.is_grad_enabled()
         try:
-            if self._randomness.is_lent:
-                self._lent = self._randomness.applied()
-                self._lent.__enter__()
-            self._had_grad = torch.is_grad_enabled()
+            self.exploring.__enter__()
             torch._C._set_grad_enabled(False)  # `torch.no_grad()` in a quarter of its time
         except BaseException:
-            self.exploring.__exit__(None, None, None)
+            self.__exit__()
             raise
 
     def __exit__(self, *exc: object) -> None:
-        torch._C._set_grad_enabled(self._had_grad)
-        self.exploring.__exit__(None, None, None)
-        if self._lent is not None:
-            lent, self._lent = self._lent, None
-            lent.__exit__(None, None, None)
+        try:
+            torch._C._set_grad_enabled(self._had_grad)
+        finally:
+            self.exploring.__exit__(None, None, None)

@@ -141,7 +141,7 @@ class RolloutLoop:
         self.was_stopped = False
         """Whether the interruptor has ended the last slot."""
         self.randomness = Randomness(settings.policy_device)
-        self._conditions = Conditions(settings.exploration, self.randomness)
+        self._conditions = Conditions(settings.exploration)
         self.lanes = Lanes(env, limit=settings.max_frames_per_traj, worker=settings.worker)
         with self._conditions.exploring:
             self.policy = PolicyRunner(
@@ -165,9 +165,16 @@ class RolloutLoop:
     def move_to_background(self) -> None:
         """Leave alone what belongs to the whole process."""
         self._conditions.move_to_background()
+        self.randomness.stand_alone()
 
     def collect(self, slot: Slot, *, random: bool = False) -> Receipt:
         """Fill `slot` with consecutive steps of every lane; with `random` actions if so asked."""
+        if self.randomness.is_lent:
+            with self.randomness.applied():
+                return self._collect(slot, random)
+        return self._collect(slot, random)
+
+    def _collect(self, slot: Slot, random: bool) -> Receipt:
         begun = perf_counter()
         policy, env, lanes = self.policy, self.env, self.lanes
         interruptor, single = self.settings.interruptor, lanes.count == 1

@@ -105,7 +105,7 @@ class Pool(Generic[W]):
         self.section = Section()  # in which all that is known of work and questions changes; see NOTE [Moments]
         self._here = carrier if isinstance(carrier, LocalCarrier) and carrier.is_local else None
         """Lets workers work in this thread: nothing is sent then, and an interrupt ends the work that it comes to."""
-        self._turns = Turns(self.section.lock)
+        self._turns = Turns()
 
     # -- starting and stopping ---------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class Pool(Generic[W]):
         here, index, is_done, is_wanted = self._here, work.index, False, False
         if here is None or here.has_mail or self._inbox or self.failure is not None or self.is_closed:
             return False
-        with self.section.lock:
+        with self.section.lock, self._turns.lock:
             works, session = self._outstanding[index], here.sessions.get(index)
             if works or session is None or not self._turns.begin(sys._getframe(), threading.get_ident()):
                 return False
@@ -241,7 +241,7 @@ class Pool(Generic[W]):
         try:
             receipt, is_done = session.perform(work), True
         finally:
-            with self.section.lock:
+            with self.section.lock, self._turns.lock:
                 here.is_at_work, work.is_over, works = False, True, self._outstanding[index]
                 if is_wanted := bool(works) and works[0] is work:
                     works.popleft()

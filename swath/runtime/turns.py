@@ -12,9 +12,8 @@ from types import FrameType
 class Turns:
     """One thread is at it, the others wait until it has done so once."""
 
-    def __init__(self, lock: threading.RLock | None = None) -> None:
-        """Take turns under `lock`, which may be the one of what is done in them."""
-        self._lock = lock or threading.RLock()  # no section: what an interrupt leaves is found by `_is_attended`
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # no section: what an interrupt leaves is found by `_is_attended`
         self._attendant = 0
         """The thread that is at it,"""
         self._frame: FrameType | None = None
@@ -29,7 +28,7 @@ class Turns:
         """
         me, is_first, other = threading.get_ident(), False, None
         try:
-            with self._lock:
+            with self.lock:
                 if self.begin(sys._getframe(), me):
                     is_first = True
                 elif self._attendant != me:
@@ -42,7 +41,7 @@ class Turns:
                 other.acquire(timeout=max(0.0, timeout_s))
         finally:
             if is_first:
-                with self._lock:
+                with self.lock:
                     self.end()
 
     def begin(self, frame: FrameType, me: int) -> bool:
