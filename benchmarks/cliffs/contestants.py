@@ -214,8 +214,14 @@ def handwritten(cliff: Cliff) -> Run:
 
 def _sample(cliff: Cliff, net: nn.Module) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     if cliff.policy == "cleanrl":
-        agent = Agent(net)
-        return lambda observation: agent(observation)[:2]
+        agent, kept = Agent(net), torch.empty(cliff.envs, 1).numpy()
+
+        def acted(observation: Tensor) -> tuple[Tensor, Tensor]:
+            action, log_prob, value = agent(observation)
+            kept[:] = value.numpy()
+            return action, log_prob
+
+        return acted
     if cliff.policy == "random":
         nothing = torch.zeros(cliff.envs)
         return lambda observation: (torch.randint(2, (cliff.envs,)), nothing)
