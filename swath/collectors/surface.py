@@ -111,9 +111,8 @@ class BaseCollector(Control, IterableDataset[Any]):
         if self.config.replay_buffer is not None:
             return (None for _ in self._parts())
         is_plain = self._transform is None and not self.config.return_same_td
-        return map(
-            self._assemble if is_plain else self._deliver, self._parts()
-        )  # a loop would keep hold of the last batch
+        # A loop would keep hold of the last batch.
+        return map(self._assemble if is_plain else self._deliver, self._parts())
 
     def _parts(self) -> Iterator[list[Part]]:
         """The parts of each batch, until the budget is spent, which shuts down."""

@@ -19,7 +19,7 @@ from swath.errors import wrong_shape
 from swath.keys import Key
 from swath.runtime.columns import Columns, Leaf, writable
 
-__all__ = ["Index", "Leaf", "Rows", "as_items", "rows_of"]
+__all__ = ["Index", "Leaf", "Rows", "as_items", "copier", "rows_of"]
 
 
 Index = slice | np.ndarray
@@ -46,6 +46,14 @@ def as_items(array: np.ndarray, dims: int) -> np.ndarray:
         return array
     items = array.reshape(*lead, -1)
     return items.view(np.dtype((np.void, items.shape[-1] * array.itemsize))).reshape(lead)
+
+
+def copier(tensor: Tensor) -> Callable[[], Tensor]:
+    """What makes a copy of `tensor`, which stays where it is; by way of numpy where it is large, see `LARGE`."""
+    if tensor.device.type != "cpu" or tensor.numel() < LARGE:
+        return tensor.detach().clone
+    array = tensor.detach().numpy()
+    return lambda: torch.from_numpy(array.copy())
 
 
 class Rows:
@@ -129,11 +137,7 @@ class Rows:
 
     def copier(self, key: Key) -> Callable[[], Tensor]:
         """A function that makes such a copy of `key`, which stays where it is."""
-        tensor = self.tensors[key].detach()
-        if key not in self.arrays or tensor.numel() < LARGE:
-            return tensor.clone
-        array = self.arrays[key].reshape(tensor.shape)
-        return lambda: torch.from_numpy(array.copy())
+        return copier(self.tensors[key])
 
     def part(self, start: int, stop: int, batch_size: tuple[int, ...]) -> Rows:
         """The rows of lanes `start` to `stop` as rows of their own over the same memory."""

@@ -13,7 +13,7 @@ from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule
 from torch import Tensor, distributions
 
 from swath.entries import Form, first_entries, trusted
-from swath.envs.rows import LARGE, Rows
+from swath.envs.rows import Rows, copier
 from swath.errors import PolicyError
 from swath.keys import FLAGS, Key, as_key, as_path, is_private, nest
 from swath.modules.exploration import as_explored
@@ -288,14 +288,6 @@ class Lent:
         elif stage.infers and self._is_here:
             self.tensors = tuple(row.clone() for row in self._rows)
             self.refilled = [(copy.numpy(), row.numpy()) for copy, row in zip(self.tensors, self._rows, strict=True)]
-
-
-def copier(tensor: Tensor) -> Callable[[], Tensor]:
-    """What makes a copy of `tensor`, which stays where it is; by way of numpy where it is large, see `LARGE`."""
-    if tensor.device.type != "cpu" or tensor.numel() < LARGE:
-        return tensor.detach().clone
-    array = tensor.detach().numpy()
-    return lambda: torch.from_numpy(array.copy())
 
 
 class Lasting:

@@ -115,10 +115,7 @@ class AsReadyLoop(RolloutLoop):
             steps, frames, version, begin, _, total = self._complete(slot, steps)
             receipt = Receipt(steps, frames, version, begin, running, total)
             self._finish_begun()
-        timings = self.stats.timings
-        timings.env += in_env
-        timings.policy += self._in_policy
-        timings.bookkeeping += perf_counter() - began - in_env - self._in_policy
+        self.stats.timings.add(in_env, self._in_policy, perf_counter() - began)
         return receipt
 
     def _begin_anew(self, lanes: np.ndarray, made: np.ndarray) -> None:

@@ -206,10 +206,7 @@ class RolloutLoop:
                     self.was_stopped = True
                     break
             receipt = self._complete(slot, steps, has_ended)
-        timings = self.stats.timings
-        timings.env += in_env
-        timings.policy += in_policy
-        timings.bookkeeping += perf_counter() - begun - in_env - in_policy
+        self.stats.timings.add(in_env, in_policy, perf_counter() - begun)
         return receipt
 
     @property

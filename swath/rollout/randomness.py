@@ -30,13 +30,10 @@ class Randomness:
         self._cuda = device if device is not None and device.type == "cuda" else None
         self._states: tuple[Tensor, Tensor | None] | None = None
         self._lends = True
-        self.is_lent = False
-        """Whether there is a stream of our own for policies that draw from torch's default generator."""
 
     def stand_alone(self) -> None:
         """From now on leave torch's default generator alone; see above."""
         self._lends = False
-        self._settle()
         if self.generator is None:
             self.generator = torch.Generator().manual_seed(int(torch.randint(2**62, (), device="cpu")))
 
@@ -47,14 +44,15 @@ class Randomness:
         cpu = torch.Generator().manual_seed(own + 1).get_state()
         cuda = None if self._cuda is None else torch.Generator(self._cuda).manual_seed(own + 1).get_state()
         self._states = (cpu, cuda)
-        self._settle()
 
     def applied(self) -> AbstractContextManager[None]:
         """Let policies that draw from torch's default generator draw from our stream."""
         return self._lent(self._states) if self._states is not None and self._lends else nullcontext()
 
-    def _settle(self) -> None:
-        self.is_lent = self._states is not None and self._lends
+    @property
+    def is_lent(self) -> bool:
+        """Whether there is a stream of our own for policies that draw from torch's default generator."""
+        return self._states is not None and self._lends
 
     @contextmanager
     def _lent(self, states: tuple[Tensor, Tensor | None]) -> Iterator[None]:
@@ -85,4 +83,3 @@ class Randomness:
             self.generator = torch.Generator()
             self.generator.set_state(state["noise"])
             self._states = None if state["cpu"] is None else (state["cpu"], state["cuda"])
-            self._settle()

@@ -19,9 +19,14 @@ class Timings:
     env: float = 0.0
     policy: float = 0.0
     bookkeeping: float = 0.0
-    """What was neither,"""
     waiting: float = 0.0
-    """and between two batches: the consumer's own time."""
+    """Between two batches: the consumer's own time."""
+
+    def add(self, env: float, policy: float, whole: float) -> None:
+        """Count a rollout of `whole` seconds; what was neither env nor policy was bookkeeping."""
+        self.env += env
+        self.policy += policy
+        self.bookkeeping += whole - env - policy
 
 
 @dataclass
