@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LONGEST = 490
-SIZES = {"swath": 36_660, "tests": 42_400}
+SIZES = {"swath": 36_800, "tests": 42_540}
 """Lines in all: what there is now. They go up only with something new for users, and by no more than that takes."""
 SAME_NAMES = {
     "__init__.py": "packages",
@@ -37,7 +37,10 @@ THIRD_PARTY = {
         "_init_rpc_states _is_current_rpc_agent_set _reset_current_rpc_agent _update_group_membership"
     ),
     "torch.Tensor": "_version",
-    "torch.nn.Module": "_buffers _forward_hooks _forward_pre_hooks _modules _orig_mod _parameters",
+    "torch.nn.Module": (
+        "_buffers _forward_hooks _forward_hooks_always_called _forward_hooks_with_kwargs _forward_pre_hooks _modules "
+        "_orig_mod _parameters"
+    ),
     "torchrl.modules.MLP": "_reshape_out",
     "torch.nn.modules": "_NormBase _global_forward_hooks _global_forward_pre_hooks",
     "weakref.finalize": "_exitfunc _registry",

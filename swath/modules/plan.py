@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import InteractionType, ProbabilisticTensorDictModule, TensorDictModule
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.utils.hooks import RemovableHandle
 
 from swath.envs.rows import Rows
-from swath.keys import Key, as_key
+from swath.keys import Key, as_key, is_private
 from swath.modules.called import DistributionStage, TensorDictStage, TorchStage
 from swath.modules.composite import composite_stage
 from swath.modules.exploration import acting_type
@@ -59,6 +60,8 @@ class Planner:
         self._fast = fast and self._away is None
         self._compiled = compiled
         self._may_keep = probe.may_keep
+        self._calls_hooks = False
+        """Whether the policy's own hooks are called behind its parts."""
         self._readings: dict[int, tuple[Any, Reading]] = {}
         """What the last plan calls, by its id, which no other takes meanwhile, and what was read of it,"""
         self._former = self._readings
@@ -82,7 +85,7 @@ class Planner:
             if (projection := self._projection(part)) is not None:
                 stages.append(projection)
             written = [*written, *writes.leaves]
-        return stages
+        return [*stages, self._hook_stage(policy)] if self._calls_hooks else stages
 
     def _parts(self, policy: Any) -> list[tuple[Any, Writes]] | str:
         """The parts to run one by one with what they write; or why the policy has to be called as a whole."""
@@ -95,6 +98,9 @@ class Planner:
             return "its first call was no plain sequence of its parts, or wrote what none of them declares"
         inside = {module for part in parts for module in _inside(part)}
         inside |= {part for part in parts if self._projection(part) is not None}
+        self._calls_hooks = policy not in inside and self._has_final_hooks(policy)
+        if self._calls_hooks:
+            inside.add(policy)
         if is_altered(module for module in policy.modules() if module not in inside):
             # What is hooked to a part sees the TensorDict, and may do anything to it.
             return "it or a part of it has hooks or a forward of its own, or autocast is on"
@@ -103,6 +109,28 @@ class Planner:
         if acting_type() is None and sum(isinstance(p, ProbabilisticTensorDictModule) for p in parts) > 1:
             return "of several samplers, the sequence decides whose default counts"
         return list(zip(parts, self._writes, strict=True))
+
+    def _has_final_hooks(self, policy: nn.Module) -> bool:
+        """Whether `policy` itself has hooks, and these see it after all parts, with what they have written."""
+        if policy._forward_pre_hooks or policy._forward_hooks_always_called or "forward" in vars(policy):
+            return False
+        if any(type(hook).__module__.startswith("tensordict.") for hook in policy._forward_hooks.values()):
+            return False  # it takes away what out_keys do not name
+        written = {key for writes in self._writes or () for key in writes.leaves}
+        return bool(policy._forward_hooks) and written == set(self._visible) and not any(map(is_private, written))
+
+    def _hook_stage(self, policy: nn.Module) -> Stage:
+        """What calls the hooks of `policy` with a TensorDict such as they would be given, and takes what they change.
+
+        It holds copies of all, as a hook may well keep what it sees.
+        """
+        seen = Rows({}, self._present.batch_size)
+        for key, tensor in {**self._present.tensors, **self._outputs.tensors}.items():
+            seen.add(key, tensor)
+        stage = TensorDictStage(partial(call_hooks, policy), seen, (), self._outputs, self._visible, self._device)
+        stage.reason = f"{type(policy).__name__} has hooks, which are called with a TensorDict"
+        self._read(policy, stage)
+        return stage
 
     def _projection(self, part: Any) -> Stage | None:
         """What keeps the results of `part` to its spec, if TorchRL was asked for that."""
@@ -200,8 +228,8 @@ class Planner:
 
         Sampling stages may then check their parameters and compute log-probabilities for all steps at once.
         """
-        if is_kept_safe(part):
-            return False  # its action may be changed behind it
+        if is_kept_safe(part) or self._calls_hooks:
+            return False  # its action may be changed behind it, and its log-probability seen
         used: list[Key] = [as_key(key) for key in part.in_keys]
         if part.return_log_prob:
             used.extend(declared_by(part))
@@ -340,6 +368,16 @@ def has_global_extras() -> bool:
     """Whether calling any module does more than it says."""
     hooks = nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks
     return bool(hooks) or torch.is_autocast_enabled("cpu")
+
+
+def call_hooks(module: nn.Module, tensordict: TensorDictBase) -> Any:
+    """What becomes of `tensordict`, the answer of `module`, once its hooks have seen it."""
+    answer: Any = tensordict
+    for number, hook in list(module._forward_hooks.items()):
+        named: list[Any] = [{}] if number in module._forward_hooks_with_kwargs else []
+        changed = hook(module, (tensordict,), *named, answer)
+        answer = answer if changed is None else changed
+    return answer
 
 
 def _has_extras(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from swath.collectors import Collector
+from swath.errors import PolicyError
 
 
 class Counter:
@@ -48,9 +49,13 @@ def test_hooks_are_called_once_per_step(name: str, kind: str) -> None:
     handle = getattr(HOOKED[name](policy), kind)(counter)
     batch = collector.next()
     assert counter.calls == 6
-    # A hook inside a part sees no more than the part: it alone has to be called.
-    inside = name in ("the network", "a layer")
-    assert zoo.stages_of(collector) == (("TorchStage", "CategoricalStage") if inside else zoo.SLOW)
+    # A hook inside a part sees no more than the part: it alone has to be called. One behind the whole changes no part.
+    expected = zoo.SLOW
+    if name in ("the network", "a layer"):
+        expected = ("TorchStage", "CategoricalStage")
+    elif (name, kind) == ("the policy", "register_forward_hook"):
+        expected = (*zoo.FAST, "TensorDictStage")
+    assert zoo.stages_of(collector) == expected
     handle.remove()
     zoo.assert_agrees(policy, batch)
     zoo.assert_agrees(policy, collector.next())
@@ -86,6 +91,65 @@ def test_a_hook_on_the_whole_may_add_an_entry() -> None:
     policy.register_forward_hook(lambda module, args, out: out.set("value", out["logits"].sum(-1, keepdim=True)))
     batch = zoo.collect(policy)
     zoo.assert_same(batch["value"], batch["logits"].sum(-1, keepdim=True))
+
+
+def test_a_hook_on_the_whole_sees_what_it_would_see_if_the_policy_were_called() -> None:
+    policy, seen = zoo.discrete(), []
+    collector = zoo.begun(policy)
+    policy.register_forward_hook(lambda module, args, answer: seen.append((module, args, answer)))
+    batch = collector.next()
+    assert "TensorDictStage" in zoo.stages_of(collector)
+    assert len(seen) == 6
+    called = policy(batch[:, 0].select("observation", "done", "terminated", "truncated"))
+    seen.pop()
+    for t, (module, args, answer) in enumerate(seen):  # what it has kept stays as it was
+        assert module is policy
+        assert len(args) == 1
+        assert set(answer.keys()) == set(called.keys()) == set(args[0].keys())
+        assert answer.batch_size == called.batch_size
+        for key, value in answer.items():
+            assert value.equal(batch[key][:, t]), (t, key)
+
+
+def test_what_a_hook_on_the_whole_changes_counts() -> None:
+    policy = zoo.discrete()
+    collector = zoo.begun(policy)
+    in_place = policy.register_forward_hook(lambda module, args, answer: answer.fill_("action", 1))
+    batch = collector.next()
+    assert batch["action"].eq(1).all()
+    in_place.remove()
+
+    def another(module: nn.Module, args: Any, kwargs: dict[str, Any], answer: Any) -> Any:
+        assert kwargs == {}
+        return answer.clone().set("action", torch.zeros_like(answer["action"]))
+
+    def seen_behind(module: nn.Module, args: Any, answer: Any) -> None:
+        assert answer["action"].eq(0).all()
+        answer.set("action_log_prob", torch.full_like(answer["action_log_prob"], 3.0))
+
+    policy.register_forward_hook(another, with_kwargs=True)
+    policy.register_forward_hook(seen_behind)
+    batch = collector.next()
+    assert zoo.stages_of(collector) == (*zoo.FAST, "TensorDictStage")
+    assert batch["action"].eq(0).all()
+    assert batch["action_log_prob"].eq(3.0).all()
+
+
+def test_a_hook_on_the_whole_that_returns_something_else_is_told_of() -> None:
+    policy = zoo.discrete()
+    collector = zoo.begun(policy)
+    policy.register_forward_hook(lambda module, args, answer: answer["action"])
+    with pytest.raises(PolicyError, match="returned Tensor"):
+        collector.next()
+
+
+def test_a_hook_that_is_called_whatever_happens_is_left_to_torch() -> None:
+    policy, counter = zoo.discrete(), Counter()
+    collector = zoo.begun(policy)
+    policy.register_forward_hook(counter, always_call=True)
+    collector.next()
+    assert zoo.stages_of(collector) == zoo.SLOW
+    assert counter.calls == 6
 
 
 def test_global_hooks_are_called() -> None:
