@@ -17,7 +17,8 @@ from torch import Tensor
 
 from swath.errors import wrong_shape
 from swath.keys import Key
-from swath.runtime.columns import Columns, Leaf, writable
+from swath.runtime.columns import Columns, Leaf, nbytes, writable
+from swath.runtime.memory import PrivateBlock
 
 __all__ = ["Index", "Leaf", "Rows", "as_items", "copier", "rows_of"]
 
@@ -74,16 +75,22 @@ class Rows:
         self.tensors: dict[Key, Tensor] = {}
         self.arrays: dict[Key, np.ndarray] = {}
         self._forms: dict[Key, tuple[torch.Size, torch.dtype, Callable[[Tensor], object]]] = {}
-        for key, tensor in Columns(leaves, self.batch_size, device=device).tensors.items():
-            self.add(key, tensor)
+        is_here = device is None or device.type == "cpu"
+        block = PrivateBlock(nbytes(leaves, self.batch_size)) if leaves and is_here else None
+        self._take(Columns(leaves, self.batch_size, block=block, device=device))
 
     @staticmethod
     def over(columns: Columns) -> Rows:
         """Rows in the memory of `columns`, whose shape is the batch size; it lives for as long as they do."""
         rows = Rows({}, columns.shape)
-        for key, tensor in columns.tensors.items():
-            rows.add(key, tensor)
+        rows._take(columns)
         return rows
+
+    def _take(self, columns: Columns) -> None:
+        self.piece = columns.piece
+        """The bytes that the entries lie in that it began with, if that is one piece of memory."""
+        for key, tensor in columns.tensors.items():
+            self.add(key, tensor)
 
     def add(self, key: Key, tensor: Tensor) -> None:
         """Take in `tensor`, of shape `batch_size + leaf.shape`, as the memory of `key`."""

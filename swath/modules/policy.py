@@ -23,7 +23,7 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 
 from swath.envs.base import EnvBase
-from swath.envs.rows import Rows
+from swath.envs.rows import Leaf, Rows
 from swath.errors import PolicyError, annotate
 from swath.keys import Key, as_path, is_private
 from swath.modules.exploration import ExplorationType, acting_type
@@ -127,12 +127,13 @@ class PolicyRunner:
             compiled: whether to compile what has to be called, or arguments for `torch.compile`.
         """
         self.policy = policy
-        self.outputs = Rows({}, present.batch_size)
         probe = Probe(policy, env, present, device, opaque)
         self.state = probe.state
         """Pairs (read, written) of the keys that the loop carries; see NOTE [Recurrent state]."""
+        leaves = {key: Leaf.of(value, len(present.batch_size)) for key, value in probe.written.items()}
+        self.outputs = Rows(leaves, present.batch_size, probe.place)
         for key, value in probe.written.items():
-            self.outputs.add(key, value)
+            self.outputs.tensors[key].copy_(value)
         self.delivered = [key for key in probe.visible if not is_private(key)]
         """What the batch holds of the outputs."""
         self._planner = Planner(probe, present, self.outputs, device, fast, opaque, compiled)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ import torch
 from tensordict.nn import InteractionType
 
 from swath.envs.base import FLAG, EnvBase
-from swath.envs.rows import Leaf, Rows, as_items
+from swath.envs.rows import Leaf, Rows
 from swath.errors import NotANumberWarning
 from swath.keys import (
     DONE,
@@ -42,6 +42,7 @@ from swath.modules.stages import StageName
 from swath.rollout.conditions import Conditions
 from swath.rollout.lanes import Lanes
 from swath.rollout.randomness import Randomness
+from swath.rollout.record import Copy, Layout, copies_of
 from swath.rollout.slots import Slot
 from swath.rollout.stats import RolloutStats
 
@@ -109,10 +110,12 @@ class Bound(NamedTuple):
 
     loop: RolloutLoop
     acted: list[Key]
-    before: list[tuple[Any, Any]]
-    """Pairs of columns and rows that are copied in a step before the policy acts,"""
-    behind: list[tuple[Any, Any]]
-    """and behind."""
+    before: list[Copy]
+    """What is copied in a step before the policy acts,"""
+    behind: list[Copy]
+    """behind,"""
+    layouts: list[Layout]
+    """and what is laid out when the slot is complete."""
     clears: list[Callable[[], Any]]
     sizes: list[Callable[[], Any]]
     ids: np.ndarray | None
@@ -177,16 +180,16 @@ class RolloutLoop:
     def _collect(self, slot: Slot, random: bool) -> Receipt:
         begun = perf_counter()
         policy, env, lanes = self.policy, self.env, self.lanes
-        interruptor, single = self.settings.interruptor, lanes.count == 1
+        interruptor = self.settings.interruptor
         steps, in_policy, in_env, self._acting = 0, 0.0, 0.0, self.version
         self.was_stopped = has_ended = False
         with self._conditions:
             acted = policy.begin(slot.steps, self.randomness.generator, random, self.settings.exploration)
-            before, behind = self._copied(slot, acted)
+            bound = self._bound(slot, acted)
+            before, behind = bound.before, bound.behind
             for t in range(slot.steps):
-                at = t if single else (EVERY, t)
-                for column, row in before:  # what the policy sees
-                    column[at] = row
+                for target, row in before:  # what the policy sees
+                    target[t] = row
                 seen_at = perf_counter()
                 policy.act(t)
                 acted_at = perf_counter()
@@ -194,8 +197,8 @@ class RolloutLoop:
                 stepped_at = perf_counter()
                 if lanes.limit is not None:
                     finished = lanes.cut() or finished
-                for column, row in behind:  # what it did, and what really happened
-                    column[at] = row
+                for target, row in behind:  # what it did, and what really happened
+                    target[t] = row
                 in_policy += acted_at - seen_at
                 in_env += stepped_at - acted_at
                 if finished or lanes.has_memory:  # carry on what is carried, begin anew what has ended
@@ -205,6 +208,8 @@ class RolloutLoop:
                 if interruptor is not None and interruptor.collection_stopped():
                     self.was_stopped = True
                     break
+            for layout in bound.layouts:
+                layout.finish(steps)
             receipt = self._complete(slot, steps, has_ended)
         self.stats.timings.add(in_env, in_policy, perf_counter() - begun)
         return receipt
@@ -243,36 +248,29 @@ class RolloutLoop:
         """The keys of a batch; what the policy keeps to itself and names that begin with "_" are left out."""
         return leaves
 
-    def _copied(self, slot: Slot, acted: list[Key]) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """What is copied to `slot` in a step before the policy acts, and behind; remembered with the slot."""
+    def _bound(self, slot: Slot, acted: list[Key]) -> Bound:
+        """How `slot` is filled, where `acted` is to be recorded of what the policy writes; remembered with the slot."""
         bound = slot.bound
         if bound is None or bound.loop is not self or bound.acted is not acted:
-            before = self._pairs(slot, self.lanes.present, self._seen)
-            behind = self._pairs(slot, self.policy.outputs, acted)
-            behind += self._pairs(slot, self.lanes.out, self._told, after)
+            present, outputs, out = self.lanes.present, self.policy.outputs, self.lanes.out
+            pieces = [out.piece, outputs.piece]
+            seen = [self._pair(slot, key, present, key) for key in self._seen]
+            done = [self._pair(slot, key, outputs, key) for key in acted]
+            told = [self._pair(slot, after(key), out, key) for key in self._told]
+            told += [self._pair(slot, MASK, out, MASK)] if self._idles else []
+            before, first = copies_of(seen, slot.steps, pieces)
+            behind, second = copies_of([*done, *told], slot.steps, pieces)
             is_here = isinstance(slot.columns[NEXT_REWARD], np.ndarray)  # else it has to be fetched each time
             rewards = self._rewards(slot, slot.steps) if is_here else None
             ids = slot.columns[TRAJ_IDS].T if is_here and self.settings.track_traj_ids else None
             clears, sizes = _clears(slot), self._sizes(slot, slot.steps)
-            slot.bound = bound = Bound(self, acted, before, behind, clears, sizes, ids, rewards)
-        return bound.before, bound.behind
+            slot.bound = bound = Bound(self, acted, before, behind, [*first, *second], clears, sizes, ids, rewards)
+        return bound  # type: ignore[no-any-return]
 
-    def _pairs(self, slot: Slot, rows: Rows, keys: Iterable[Key], named: Any = None) -> list[tuple[Any, Any]]:
-        """(column, row) for each key: what is copied in a step. One lane is copied without its dimension."""
-        pairs = []
-        wanted = [(key if named is None else named(key), key) for key in keys]
-        if self._idles and rows is self.lanes.out:
-            wanted.append((MASK, MASK))
-        for name, key in wanted:
-            column = slot.columns[name]
-            row = rows.arrays[key] if isinstance(column, np.ndarray) else rows.flat(key)
-            if self.lanes.count == 1:
-                pairs.append((column[0], row.reshape(row.shape[1:])))
-            elif isinstance(row, np.ndarray) and row.flags.c_contiguous and column.flags.c_contiguous:
-                pairs.append((as_items(column, 2), as_items(row, 1)))
-            else:
-                pairs.append((column, row))
-        return pairs
+    def _pair(self, slot: Slot, name: Key, rows: Rows, key: Key) -> tuple[Any, Any]:
+        """The column `name`, and the rows that are copied there."""
+        column = slot.columns[name]
+        return column, rows.arrays[key] if isinstance(column, np.ndarray) else rows.flat(key)
 
     # -- once per slot -----------------------------------------------------------------------------------------
 

@@ -92,6 +92,13 @@ class Columns:
         """The columns that lie on the CPU as arrays over the same memory; see `array_of`."""
         return {key: array_of(tensor) for key, tensor in self.tensors.items() if tensor.device.type == "cpu"}
 
+    @property
+    def piece(self) -> np.ndarray | None:
+        """The bytes that all columns lie in, if that is one block."""
+        if self.block is None:
+            return None
+        return self.block.array((nbytes(self.leaves, self.shape, self._offset) - self._offset,), np.uint8, self._offset)
+
     def fill(self, values: Mapping[Key, Tensor]) -> None:
         """Copy `values`, of the same shapes, into the columns of their keys."""
         for key, value in values.items():
