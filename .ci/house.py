@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-LONGEST = 490
+LONGEST = 450
 SIZES = {"swath": 36_660, "tests": 42_400}
 """Lines in all: what there is now. They go up only with something new for users, and by no more than that takes."""
 SAME_NAMES = {
