@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-LONGEST = 490
-SIZES = {"swath": 36_800, "tests": 42_540}
+LONGEST = 450
+SIZES = {"swath": 36_830, "tests": 42_540}
 """Lines in all: what there is now. They go up only with something new for users, and by no more than that takes."""
 SAME_NAMES = {
     "__init__.py": "packages",

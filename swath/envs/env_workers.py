@@ -201,7 +201,7 @@ class EnvWorkers(EnvSupervisor):
                 return True
             if now >= deadline:
                 return False
-            if self._carrier.wait(self.pool.replacements.patience_s(min(patience, deadline - now))):
+            if self._carrier.wait(self.pool.recovery.patience_s(min(patience, deadline - now))):
                 continue
             self._guarded(lambda: self.pool.attend(0.0))
 

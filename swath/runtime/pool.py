@@ -1,8 +1,8 @@
 """Pool: the workers of one carrier under supervision.
 
 Everything that comes from any worker is attended to in one place, whatever is being waited for: finished work, answers,
-warnings, errors and deaths. A failure is raised, or mended as the supervision says: then the caller goes on waiting,
-for a new worker that does the same work.
+warnings, errors and deaths. A failure is raised, or mended as the supervision says (`swath.runtime.recovery`): then the
+caller goes on waiting, for a new worker that does the same work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Generic
 
-from swath.errors import ClosedError, StallWarning, WorkerDiedError, WorkerRestartedWarning, annotate
+from swath.errors import ClosedError, StallWarning, WorkerDiedError
 from swath.runtime.carrier import (
     Answer,
     Carrier,
@@ -34,7 +34,8 @@ from swath.runtime.carrier import (
 )
 from swath.runtime.interrupts import Section, undisturbed
 from swath.runtime.local import LocalCarrier
-from swath.runtime.supervision import Owner, Replacements, Supervision, WorkerClocks
+from swath.runtime.recovery import Recovery
+from swath.runtime.supervision import Owner, Supervision, WorkerClocks
 from swath.runtime.turns import Turns
 from swath.runtime.work import W
 
@@ -81,14 +82,10 @@ class Pool(Generic[W]):
         self.supervision = supervision
         self.last_ticket = dict.fromkeys(range(workers), 0)
         """Of the last work that each worker was given."""
-        self._size = workers
-        self._owner = owner
+        self._size, self._owner = workers, owner
         self._doing, self._heartbeat, self._is_busy = doing, pulse or carrier.heartbeat, is_busy or (lambda _: False)
-        self._restarted: dict[int, int] = {}
-        self.replacements, self._clocks = Replacements(), WorkerClocks()
+        self.recovery, self._clocks = Recovery(owner), WorkerClocks()
         self._dropped: set[int] = set()
-        # Workers that are just being replaced, by which thread, and those of them that the owner knows to be lost:
-        self._restarting, self._mourned = dict[int, int](), set[int]()
         self._starter = 0  # the thread that is just starting a worker
         self._joining: dict[int, BaseException | None] = {}
         """Workers that were added later and are not ready yet, and what has kept them from it."""
@@ -117,7 +114,7 @@ class Pool(Generic[W]):
     def start(self) -> None:
         """Start all workers, and wait until each is ready."""
         for index in range(self._size):
-            self._start(index, replaces=False)
+            self.start_worker(index, replaces=False)
         while len(self.started) < len(self.carrier.workers):
             self.attend(LOOK_S)
 
@@ -133,7 +130,7 @@ class Pool(Generic[W]):
         try:
             for index in indices:
                 self.last_ticket[index], self._outstanding[index] = 0, deque()
-                self._start(index, replaces=False)
+                self.start_worker(index, replaces=False)
                 self._owner.restarted(index)
             while any(index not in self.started for index in indices):
                 for error in self._joining.values():
@@ -154,7 +151,7 @@ class Pool(Generic[W]):
     def remove(self, index: int) -> None:
         """Stop a worker, and go on without it; what it had under way is lost."""
         self.started.pop(index, None)
-        self.replacements.forget(index)
+        self.recovery.planned.pop(index, None)
         self.carrier.stop(index)
         with self.section:
             self._dropped.add(index)
@@ -180,7 +177,8 @@ class Pool(Generic[W]):
             return False
         return True
 
-    def _start(self, index: int, replaces: bool) -> None:
+    def start_worker(self, index: int, replaces: bool) -> None:
+        """Start one, in the place of another that has failed or of none; it says later that it is ready."""
         self.started.pop(index, None)
         self.last_receipt.pop(index, None)
         self._clocks.start(index)
@@ -218,8 +216,15 @@ class Pool(Generic[W]):
                 self._send(work.index, Order(work.ticket, work.request, work.place))
 
     def _send(self, index: int, message: Order | Question) -> None:
-        if self._restarting.get(index, me := threading.get_ident()) == me:  # else who restarts it sends all there is
+        if self.recovery.restarting.get(index, me := threading.get_ident()) == me:  # else who restarts it sends all
             self.carrier.send(index, message)
+
+    def send_again(self, index: int) -> None:
+        """Send a new worker all that its predecessor has not answered or finished; in the section."""
+        for question in [question for asked, question in list(self._asked.values()) if asked == index]:
+            self.carrier.send(index, question)
+        for work in self._outstanding[index]:
+            self.carrier.send(index, Order(work.ticket, work.request, work.place))
 
     def do(self, work: W) -> bool:
         """Have a worker of this process do `work` in this thread, here and now; whether that was done.
@@ -319,9 +324,9 @@ class Pool(Generic[W]):
             if is_first and works:  # otherwise it would begin its next work within the one that it is at
                 self._here.let_work(self._outstanding, self.section.lock, self.finish)
             return
-        if self._inbox or self._clocks.wait(self.carrier.wait, self.replacements.patience_s(timeout_s)):
+        if self._inbox or self._clocks.wait(self.carrier.wait, self.recovery.patience_s(timeout_s)):
             self._take_in()
-        self._replace_failed()
+        self.recovery.replace_failed(self)
         self._look_for_stalls()
 
     def _take_in(self) -> None:
@@ -395,7 +400,7 @@ class Pool(Generic[W]):
         limit, start_s = supervision.stall_timeout_s, supervision.start_timeout_s
         clocks.look()
         asked = {index for index, _ in list(self._asked.values())}
-        for index in [index for index in self.indices if index not in self.replacements]:
+        for index in [index for index in self.indices if index not in self.recovery.planned]:
             is_ready = index in self.started
             is_busy = bool(self._outstanding[index]) or index in asked or not is_ready or self._is_busy(index)
             still_s = clocks.still_s(index, self._heartbeat(index), is_busy)
@@ -418,67 +423,10 @@ class Pool(Generic[W]):
         who = f"Worker {index} (pid {self.carrier.pid(index)}) of {self.name}"
         warnings.warn(self.supervision.stall_text(who, seconds, state), StallWarning, stacklevel=4)
 
-    # -- failures ----------------------------------------------------------------------------------------------
-
     def fail(self, index: int, error: BaseException) -> None:
         """A worker is of no use any more: raise `error`, or mend what it has broken."""
         if index in self._joining:  # whoever adds it raises that
             self._joining[index] = error
-            return self.remove(index)
-        if index in self.replacements:
-            return None
-        policy, count = self.supervision.on_failure, self._restarted.get(index, 0)
-        has_moved = self._clocks.has_moved(index, self._heartbeat(index))
-        was_ready = index in self.started or count > 0
-        self.started.pop(index, None)
-        is_hopeless = policy == "restart" and count >= self.supervision.max_restarts
-        is_last = policy == "drop" and len(self.indices) == 1
-        if policy == "raise" or not was_ready or is_hopeless or is_last or not isinstance(error, Exception):
-            if is_hopeless and count:
-                annotate(error, f"It was restarted {count} times before: max_restarts={self.supervision.max_restarts}.")
-            if is_last:
-                annotate(error, "No worker is left.")
-            self.failure = error
-            raise error
-        if policy == "drop":
-            return self._drop(index, error)
-        self.replacements.plan(index, error, has_moved)
-        return self._replace_failed()
-
-    def _replace_failed(self) -> None:
-        if not self.replacements:
-            return
-        with undisturbed:  # from the moment on in which it is no longer planned
-            for index, error in self.replacements.due():
-                self._restarting[index] = threading.get_ident()
-                try:
-                    self._restart(index, error)
-                except BaseException:
-                    if self._restarting.pop(index, None) is not None:  # it was interrupted in the middle
-                        self.replacements.plan(index, error, has_moved=True)
-                    raise
-
-    def _restart(self, index: int, error: BaseException) -> None:
-        if index not in self._mourned:  # else this was interrupted, and is done again
-            self._mourned.add(index)
-            self._owner.lost(index)
-            self._restarted[index] = self._restarted.get(index, 0) + 1
-            self.restarts += 1
-        self._start(index, replaces=True)
-        self._owner.restarted(index)
-        with self.section:
-            for question in [question for asked, question in list(self._asked.values()) if asked == index]:
-                self.carrier.send(index, question)
-            for work in self._outstanding[index]:
-                self.carrier.send(index, Order(work.ticket, work.request, work.place))
-            self._mourned.discard(index)
-            del self._restarting[index]
-        count = f"{self._restarted[index]} of {self.supervision.max_restarts}"
-        summary = f"Worker {index} of {self.name} is restarted ({count}): {type(error).__name__}: {error}"
-        warnings.warn(summary, WorkerRestartedWarning, stacklevel=5)
-
-    def _drop(self, index: int, error: BaseException) -> None:
-        self._owner.lost(index)
-        self.remove(index)
-        summary = f"is dropped, {len(self.indices)} are left: {type(error).__name__}: {error}"
-        warnings.warn(f"Worker {index} of {self.name} {summary}", WorkerRestartedWarning, stacklevel=5)
+            self.remove(index)
+        elif index not in self.recovery.planned:
+            self.recovery.begin(self, index, error, self._clocks.has_moved(index, self._heartbeat(index)))

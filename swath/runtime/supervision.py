@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,8 +19,6 @@ from swath.runtime.carrier import Task
 
 LATE_S = 2.0
 """Who looks so much later than he wanted to was not running."""
-PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-"""How long a worker waits to be replaced that has failed before it moved: twice as long each time."""
 
 
 @dataclass(frozen=True)
@@ -124,46 +122,6 @@ class WorkerClocks:
     def has_moved(self, index: int, beats: int) -> bool:
         """Whether it has ever moved."""
         return beats != self._first.get(index, beats)
-
-
-class Replacements:
-    """Workers that have failed and are to be replaced: at once or, if they had got nowhere, after a pause.
-
-    Until then it is as if they had died just now: nobody waits, others go on, and what is sent to them is sent again.
-    """
-
-    def __init__(self) -> None:
-        self._planned: dict[int, tuple[float, BaseException]] = {}
-        self._in_vain: dict[int, int] = {}
-        """How many in a row have failed before they moved."""
-
-    def plan(self, index: int, error: BaseException, has_moved: bool) -> None:
-        """Replace a worker because of `error`."""
-        in_vain = self._in_vain[index] = 0 if has_moved else self._in_vain.get(index, 0) + 1
-        pause_s = min(PAUSE_S * 2 ** (in_vain - 1), LONGEST_PAUSE_S) if in_vain else 0.0
-        self._planned[index] = (time.monotonic() + pause_s, error)
-
-    def due(self) -> Iterator[tuple[int, BaseException]]:
-        """Those whose time has come, and why they are replaced: each is forgotten when its turn comes."""
-        for index, planned in list(self._planned.items()):
-            if planned[0] <= time.monotonic() and self._planned.get(index) is planned:
-                self.forget(index)
-                yield index, planned[1]
-
-    def forget(self, index: int) -> None:
-        """It is not replaced."""
-        self._planned.pop(index, None)
-
-    def patience_s(self, timeout_s: float) -> float:
-        """How long to wait at most until one is due."""
-        now = time.monotonic()
-        return max(0.0, min([timeout_s, *(when - now for when, _ in list(self._planned.values()))]))
-
-    def __contains__(self, index: int) -> bool:
-        return index in self._planned
-
-    def __len__(self) -> int:
-        return len(self._planned)
 
 
 class Patience:

@@ -24,8 +24,9 @@ from swath.runtime.carrier import Answer, Carrier, Link, NotNowError, Order, Que
 from swath.runtime.local import LocalCarrier, LocalLink
 from swath.runtime.pool import Pool
 from swath.runtime.processes import ProcessCarrier
+from swath.runtime.recovery import Recovery
 from swath.runtime.session import Session
-from swath.runtime.supervision import LATE_S, Patience, Replacements, Supervision, WorkerClocks
+from swath.runtime.supervision import LATE_S, Patience, Supervision, WorkerClocks
 from swath.runtime.threads import ThreadCarrier
 from swath.runtime.work import Work
 
@@ -714,8 +715,8 @@ def test_a_worker_that_is_made_slowly_has_not_stalled(start_workers: Start) -> N
 def test_one_that_gets_nowhere_is_replaced_after_a_pause_and_others_go_on(
     start_workers: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swath.runtime.supervision.PAUSE_S", 1000.0)
-    monkeypatch.setattr("swath.runtime.supervision.LONGEST_PAUSE_S", 1000.0)
+    monkeypatch.setattr("swath.runtime.recovery.PAUSE_S", 1000.0)
+    monkeypatch.setattr("swath.runtime.recovery.LONGEST_PAUSE_S", 1000.0)
 
     def work(link: Link, order: Order) -> Any:
         if order.request == "step":
@@ -728,7 +729,7 @@ def test_one_that_gets_nowhere_is_replaced_after_a_pause_and_others_go_on(
     pool.issue(lasting := Work(1, "end"))
     with pytest.warns(WorkerRestartedWarning):
         attend_until(pool, lambda: pool.restarts == 1)
-    attend_until(pool, lambda: 1 in pool.replacements)  # this one has not moved
+    attend_until(pool, lambda: 1 in pool.recovery.planned)  # this one has not moved
     heard = list(tasks.heard)
     for number in range(5):
         assert do(pool, 0, number)[1] == number
@@ -741,15 +742,15 @@ def test_one_that_gets_nowhere_is_replaced_after_a_pause_and_others_go_on(
 
 def test_pauses_get_longer_until_something_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("swath.runtime.supervision.time.monotonic", lambda: now[0])
-    pauses, replacements = [], Replacements()
+    monkeypatch.setattr("swath.runtime.recovery.time.monotonic", lambda: now[0])
+    pauses, recovery = [], Recovery(Tasks())
     for has_moved in (True, *[False] * 8, True, False):
-        replacements.plan(0, OSError(), has_moved)
-        pauses.append(round(replacements.patience_s(100.0), 3))
-        assert len(list(replacements.due())) == (not pauses[-1])
+        recovery.plan(0, OSError(), has_moved)
+        pauses.append(round(recovery.patience_s(100.0), 3))
+        assert len(list(recovery.due())) == (not pauses[-1])
         now[0] += pauses[-1]
-        assert len(list(replacements.due())) == bool(pauses[-1])
-        assert 0 not in replacements
+        assert len(list(recovery.due())) == bool(pauses[-1])
+        assert 0 not in recovery.planned
     assert pauses == [0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 0, 0.1]
 
 
