@@ -21,21 +21,6 @@ def trainable() -> AbstractContextManager[Any]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
 
 
-_InferenceMode: Any = getattr(torch._C, "_InferenceMode", torch.inference_mode)
-"""What `torch.inference_mode` enters: without the Python around it, a third of its time."""
-
-
-def inferring(calls: Sequence[Callable[..., object]]) -> Callable[..., None]:
-    """All `calls` in turn in inference mode: quicker, but only for what keeps no tensor; see NOTE [Keeping nothing]."""
-
-    def called(*given: Any) -> None:
-        with _InferenceMode(True):
-            for call in calls:
-                call(*given)
-
-    return called
-
-
 _new = getattr(TensorDict, "_new_unsafe", TensorDict)
 """Makes a TensorDict without a look at its entries, which would take longer than all else where they are small."""
 

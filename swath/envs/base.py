@@ -130,6 +130,11 @@ class EnvBase(NotOfTorchRL):
         """The objects that really run, whatever is wrapped around them: no two envs may share one."""
         return [self]
 
+    @property
+    def runs_torch(self) -> bool:
+        """Whether a step may run torch, for whatever it likes, in the thread that asks for it."""
+        return True
+
     def introduce_to(self, policy: Any) -> None:
         """Tell `policy` what it waits to hear about the env that it will act in. None of ours does."""
 

@@ -13,6 +13,7 @@ from swath.envs.base import EnvBase
 from swath.envs.env_layout import make_all, must_differ
 from swath.envs.envpool import COLLECT, is_asynchronous
 from swath.envs.gym_lanes import GymLanes, VectorLanes
+from swath.envs.gym_steps import is_gymnasiums
 from swath.envs.rows import Leaf, Rows
 from swath.errors import UnsupportedEnvError
 from swath.keys import MASK, Key
@@ -104,6 +105,12 @@ class GymEnv(EnvBase):
         if self.vector_env is not None:
             return [self.vector_env.unwrapped]
         return [env.unwrapped for env in self.gym_envs or ()]
+
+    @property
+    def runs_torch(self) -> bool:
+        """Not if all are gymnasium's own envs, which know nothing of torch."""
+        envs: Sequence[Any] = [self.vector_env] if self.gym_envs is None else self.gym_envs
+        return type(self) is not GymEnv or not all(map(is_gymnasiums, envs))
 
     @property
     def out_leaves(self) -> dict[Key, Leaf]:

@@ -53,6 +53,11 @@ class SerialEnv(JoinedEnv):
         """Those of all envs."""
         return [simulator for env in self.envs for simulator in env.simulators]
 
+    @property
+    def runs_torch(self) -> bool:
+        """Whether one of the envs does."""
+        return type(self) is not SerialEnv or any(env.runs_torch for env in self.envs)
+
     def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
         """Begin new episodes in `lanes`, each in the env that it belongs to."""
         try:

@@ -26,12 +26,14 @@ from swath.envs.base import EnvBase
 from swath.envs.rows import Leaf, Rows
 from swath.errors import PolicyError, annotate
 from swath.keys import Key, as_path, is_private
+from swath.modules.call_context import MAX_MULTIPLICATIONS, CallContext
 from swath.modules.exploration import ExplorationType, acting_type
-from swath.modules.own_thread import MAX_MULTIPLICATIONS, in_own_thread
 from swath.modules.plan import Composition, Planner
 from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
 from swath.modules.stages import EchoStage, Filled, RandomStage, RangeStage, Stage, StageName, in_turn
+
+RUNS = ("run", "run_on")
 
 
 @lru_cache(maxsize=16)
@@ -147,6 +149,10 @@ class PolicyRunner:
             self._random.append(EchoStage(present, self.outputs, given))
         self._seen = [present.leaf(key) for key in present.tensors]
         self._is_here = device is None or device.type == "cpu"
+        self.is_undisturbed = False
+        """Whether nothing but the policy runs torch in this thread between `begin` and `finish`,"""
+        self.around_slot: CallContext | None = None
+        """and what has to be entered then before it acts."""
         self._active: list[Stage] = []
         self._acting: list[Stage] = []
         self._recorded: list[Key] = []
@@ -180,15 +186,24 @@ class PolicyRunner:
                 acting, self._checks = [*active, *self._checks], []
         if acting is not self._acting:
             self._active, self._acting = active, acting
-            self._runs, self._runs_on = in_turn(acting), in_turn(acting, "run_on")
-            if self._is_light and any(stage.reason for stage in active):
-                self._runs, self._runs_on = in_own_thread(self._runs), in_own_thread(self._runs_on)
+            self._bind(acting)
             self._finishes = [stage.finish for stage in active if type(stage).finish is not Stage.finish]
             late = {key for stage in active for key in stage.late}
             self._recorded = [key for key in self.outputs.tensors if key not in late]
         for stage in active:
             stage.begin(steps, generator)
         return self._recorded
+
+    def _bind(self, acting: list[Stage]) -> None:
+        """Find out what has to be around `acting`, and whether that may be around all steps of a slot."""
+        called = [stage for stage in acting if stage.reason]
+        infers = bool(called) and self.is_undisturbed and all(stage.infers for stage in called)
+        around = CallContext(one_thread=bool(called) and self._is_light, infers=infers)
+        named = {name: [getattr(one, name) for one in acting] if infers else in_turn(acting, name) for name in RUNS}
+        if not self.is_undisturbed:
+            named = {name: around.of(runs) for name, runs in named.items()}
+        self._runs, self._runs_on = named.values()
+        self.around_slot = around if self.is_undisturbed and around.is_any else None
 
     def _current_plan(self, kind: ExplorationType | None = None) -> list[Stage]:
         """The stages for the policy as it is now."""

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from swath.entries import inferring
 from swath.envs.rows import Rows
 from swath.envs.spaces import ActionCodec
 from swath.keys import Key
+from swath.modules.call_context import CallContext
 from swath.runtime.columns import writable
 
 Filled = tuple[slice, slice] | np.ndarray
@@ -84,8 +84,7 @@ def in_turn(stages: Iterable[Stage], name: str = "run") -> list[Callable[..., ob
     """What runs `stages` one after the other; inference mode is entered once for all that follow each other there."""
     runs: list[Callable[..., object]] = []
     for infers, some in groupby(stages, attrgetter("infers")):
-        own = [getattr(stage, name) for stage in some]
-        runs += [inferring(own)] if infers else own
+        runs += CallContext(one_thread=False, infers=infers).of([getattr(stage, name) for stage in some])
     return runs
 
 

@@ -42,6 +42,7 @@ class AsReadyLoop(RolloutLoop):
                 "Leave it out, or make the EnvPool with batch_size=1."
             )
         super().__init__(env, policy, settings)
+        self.policy.is_undisturbed = False  # there may be a new plan in the middle of a slot
         if not settings.stack_envs:
             self.batch_size, self.unit = (), env.lanes_per_env
         before = {key: leaf for key, leaf in self.leaves.items() if key in self._before}

@@ -20,6 +20,7 @@ class Conditions:
     def __init__(self, kind: InteractionType | None) -> None:
         """Explore like `kind`, or as whoever calls says."""
         self._kind, self._had_grad = kind, True
+        self._more: AbstractContextManager[Any] | None = None
         self.exploring: AbstractContextManager[Any] = nullcontext() if kind is None else exploring(kind)
         """The second alone."""
 
@@ -37,8 +38,18 @@ class Conditions:
             self.__exit__()
             raise
 
+    def enter(self, more: AbstractContextManager[Any]) -> None:
+        """Enter `more` as well, which is left when this is, and may be left before it was entered."""
+        self._more = more
+        more.__enter__()
+
     def __exit__(self, *exc: object) -> None:
         try:
-            torch._C._set_grad_enabled(self._had_grad)
+            if self._more is not None:
+                more, self._more = self._more, None
+                more.__exit__(None, None, None)
         finally:
-            self.exploring.__exit__(None, None, None)
+            try:
+                torch._C._set_grad_enabled(self._had_grad)
+            finally:
+                self.exploring.__exit__(None, None, None)

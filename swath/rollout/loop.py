@@ -156,6 +156,7 @@ class RolloutLoop:
                 opaque=settings.opaque_policy,
                 compiled=settings.compile_policy,
             )
+        self.policy.is_undisturbed = not env.runs_torch
         self.lanes.attach(self.policy.state, self.policy.outputs)
         self.leaves = self._leaves()
         """Shape and dtype of every column, in the order in which they are delivered."""
@@ -185,6 +186,8 @@ class RolloutLoop:
         self.was_stopped = has_ended = False
         with self._conditions:
             acted = policy.begin(slot.steps, self.randomness.generator, random, self.settings.exploration)
+            if policy.around_slot is not None:
+                self._conditions.enter(policy.around_slot)
             bound = self._bound(slot, acted)
             before, behind = bound.before, bound.behind
             for t in range(slot.steps):
