@@ -1,8 +1,10 @@
 """What holds for all tests."""
 
+import gc
 import signal
 from collections.abc import Iterator
 
+import children  # noqa: F401 - says what workers find already imported
 import hypothesis
 import pytest
 import torch
@@ -25,6 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Workers of pytest-xdist that find other names give up: an address in a name differs in each process."""
     if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"Give ids to the parameters of {named[0]}: an address is no name.")
+    gc.freeze()  # what is here by now is no garbage, and many tests look for some: half a second, each time
 
 
 @pytest.fixture(autouse=True)

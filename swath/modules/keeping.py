@@ -312,6 +312,11 @@ class Made(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._made: list[weakref.ref[Tensor]] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would import its compiler to tell it so, which takes a worker longer than all its start."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func`, and note what it returns."""
         result = func(*args, **(kwargs or {}))

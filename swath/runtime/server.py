@@ -46,7 +46,7 @@ def main(control: int, preloaded: list[str]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the thread that has started us may have blocked some
     kin.adopt_orphans()
     if preloaded:
-        _preload(preloaded)
+        preload(preloaded)
     _Forker(control).serve()
 
 
@@ -153,7 +153,7 @@ def _tell(pipe: int, value: int) -> None:
         os.write(pipe, STATUS.pack(value))
 
 
-def _preload(names: list[str]) -> None:
+def preload(names: list[str]) -> None:
     """Import what workers need, without torch's compiler: that takes as long as all the rest, and few need it."""
     import torch.compiler
 

@@ -1,6 +1,12 @@
-"""Ships with the library: honest envs, envs that go wrong on command, and conformance suites."""
+"""Ships with the library: honest envs, envs that go wrong on command, and conformance suites.
 
-from swath.testing.carrier_conformance import CarrierConformance
+The suites need pytest, which takes as long to import as a worker takes to start: they are imported when asked for, so
+that a worker whose env is from here does without.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from swath.testing.checks import (
     assert_follows,
     assert_frames_belong,
@@ -9,10 +15,13 @@ from swath.testing.checks import (
     assert_whole_in_a_row,
     counted,
 )
-from swath.testing.collector_conformance import CollectorConformance
 from swath.testing.counting import CountingEnv, CountingGymEnv, CountingVectorEnv, counting_envs
-from swath.testing.env_conformance import EnvConformance
 from swath.testing.faulty_envs import FaultyError, FaultyGymEnv
+
+if TYPE_CHECKING:
+    from swath.testing.carrier_conformance import CarrierConformance
+    from swath.testing.collector_conformance import CollectorConformance
+    from swath.testing.env_conformance import EnvConformance
 
 __all__ = [
     "CarrierConformance",
@@ -31,3 +40,11 @@ __all__ = [
     "counted",
     "counting_envs",
 ]
+
+_SUITES = {f"{of.title()}Conformance": f"{__name__}.{of}_conformance" for of in ("carrier", "collector", "env")}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _SUITES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_SUITES[name]), name)

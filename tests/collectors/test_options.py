@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -642,6 +643,13 @@ def test_num_threads_and_num_sub_threads(make: Make) -> None:
     more.shutdown()
     more.shutdown()
     assert torch.get_num_threads() == before
+
+
+def test_a_worker_watches_a_policy_without_torchs_compiler() -> None:
+    """Which took a second to import, in each of them."""
+    hook = lambda batch: batch.set("action", batch["action"].fill_("torch._dynamo" in sys.modules))  # noqa: E731
+    with SYNC.build(None, ThreadCounter(), post_collect_hook=hook) as collector:
+        assert not collector.next()["action"].any()
 
 
 # -- batches --------------------------------------------------------------------------------------------------------

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from children import ANSWER_S, is_gone, until
+from children import ANSWER_S, importing_env, is_gone, until
 from slurm import free_ports
 
 from swath.collectors.distributed import DistributedCollector
@@ -41,10 +40,6 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-def environ(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
-
-
 def pids(said: str) -> list[int]:
     return [int(line.split()[1]) for line in said.splitlines() if line.startswith("pid ")]
 
@@ -52,7 +47,7 @@ def pids(said: str) -> list[int]:
 @pytest.mark.parametrize("ends", ["well", "by a signal"])
 def test_torchrun(program: Path, ends: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(program)]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "env": environ(), "timeout": 2 * ANSWER_S}
+    options: dict[str, Any] = {"capture_output": True, "text": True, "env": importing_env(), "timeout": 2 * ANSWER_S}
     if ends == "well":
         done = subprocess.run(command, **options)
         assert done.returncode == 0, done.stderr
@@ -72,7 +67,7 @@ def test_ranks_of_mpirun(program: Path) -> None:
     command: list[Any] = [sys.executable, program]
     ranks = []
     for number, (rank, size) in enumerate(names):
-        env = environ(**{rank: str(number), size: "3"}, **master)
+        env = importing_env(**{rank: str(number), size: "3"}, **master)
         ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env))
     try:
         said = ranks[0].communicate(timeout=2 * ANSWER_S)[0]

@@ -301,8 +301,8 @@ def test_nothing_is_left_behind(children: Any, backend: str) -> None:
     names, before, threads = set(os.listdir("/dev/shm")), open_descriptors(), threading.active_count()
     for _ in range(3):
         cycle()
-    gc.collect()
-    until(lambda: open_descriptors() <= before and threading.active_count() <= threads)
+    # Threads that were told to end may hold some of the garbage until they do.
+    until(lambda: gc.collect() >= 0 and open_descriptors() <= before and threading.active_count() <= threads)
     assert {name for name in set(os.listdir("/dev/shm")) - names if "swath" in name or "torch" in name} == set()
 
 

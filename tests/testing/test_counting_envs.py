@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import Any
 
 import pytest
@@ -59,3 +61,12 @@ def test_observations_lie_in_their_space(kind: str) -> None:
     observation, _ = env.reset()
     assert observation in env.observation_space
     assert env.step(0)[0] in env.observation_space
+
+
+def test_envs_come_without_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that only step them took longer to import it than for all the rest of their start."""
+    monkeypatch.setattr("swath.testing", sys.modules["swath.testing"])
+    for name in [name for name in sys.modules if name.startswith("swath.testing")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pytest", None)
+    assert importlib.import_module("swath.testing").CountingEnv

@@ -319,8 +319,8 @@ threads = [threading.Thread(target=go_on, args=(collector,), daemon=True) for co
 for thread in threads:
     thread.start()
 until(lambda: all(collector.stats()["frames"] for collector in collectors))
-print("ready")
 before = time.monotonic()
+print("ready")
 while (now := time.monotonic()) < before + 2:
     before = now
     time.sleep(0.01)
