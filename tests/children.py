@@ -11,11 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from swath.runtime import process
-
-# Workers are forked from a server: what tests send to thousands of them is imported there, once.
-process.PRELOADED = (*process.PRELOADED, "swath.collectors.distributed", "swath.testing", "psutil", "pytest")
-
 FORK = multiprocessing.get_context("fork")
 ANSWER_S = 30.0
 """How long a process may take to say something, or to end."""

@@ -4,13 +4,17 @@ import gc
 import signal
 from collections.abc import Iterator
 
-import children  # noqa: F401 - says what workers find already imported
 import hypothesis
 import pytest
 import torch
 from tensordict.nn import set_interaction_type
 
+from swath.runtime import process
+
 pytest_plugins = ["pytester"]
+
+# Workers are forked from a server: what tests send to thousands of them is imported there, once.
+process.PRELOADED += ("swath.collectors.distributed", "swath.testing", "psutil", "pytest")
 
 # The same cases each time; `--hypothesis-profile explore` looks for others. To explain a failure hypothesis traces all
 # lines, which takes longer than a test may.

@@ -202,6 +202,7 @@ def told(error: BaseException) -> str:
 BEGIN = """
 import os, signal, sys, threading, time
 sys.path[:0] = {here!r}
+from swath.runtime import process; process.PRELOADED += ("swath.testing", "psutil", "pytest")
 from swath.runtime.server import preload
 preload(["swath.collectors"])  # without torch's compiler, which takes as long as all the rest, and is not used
 import fault_tools

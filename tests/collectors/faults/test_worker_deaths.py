@@ -100,6 +100,7 @@ def test_a_death_between_batches_is_told_by_what_is_called_next(make: Make, call
     advance(collector)
     pid = collector.worker_pids[1]
     end(pid)
+    until(lambda: not os.path.exists(f"/proc/{pid}"))  # now its server knows, who tells
     with within(2), pytest.raises(WorkerDiedError) as caught:
         CALLS[call](collector)
     assert_tells_of(caught.value, 1, pid, "was killed by SIGKILL (signal 9)")
