@@ -143,7 +143,9 @@ class PrivateBlock(Block):
 
     def __init__(self, size: int) -> None:
         super().__init__(-1)
-        self._map = np.zeros(size, np.uint8)
+        memory = np.zeros(size + LINE, np.uint8)
+        begin = -memory.ctypes.data % LINE
+        self._map = memory[begin : begin + size]
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError("Private memory cannot be sent to another process.")
