@@ -18,9 +18,9 @@ from swath.envs.rows import as_items
 MIN_STEPS = 4
 """For fewer, laying out costs more than it saves."""
 MAX_ROWS = 32_768
-"""So many bytes of an entry, in all lanes, go to their column at once: it is their size that takes the time."""
+"""An entry with more bytes, in all lanes, goes to its column at once: it is their number that takes the time."""
 MAX_RECORD = 8_388_608
-"""So many bytes are recorded at most: what has left the caches has to be fetched again."""
+"""So does one with more bytes in all steps: what has left the caches would have to be fetched again."""
 MAX_GAP = 128
 """So many bytes between two entries are copied along with them."""
 
@@ -62,14 +62,14 @@ def copies_of(
             copies.append(_at_once(column, row))
     layouts = list[Layout]()
     for piece, group in _grouped(staged, [piece for piece in pieces if piece is not None]):
-        begin = min(_begin(row) for _, row in group) - _begin(piece)
-        size = max(_begin(row) + row.nbytes for _, row in group) - _begin(piece) - begin
+        first, last = group[0][1], group[-1][1]
+        begin, size = _begin(first) - _begin(piece), _begin(last) + last.nbytes - _begin(first)
         whole = np.dtype((np.void, size))
         record = np.zeros(steps, whole)
         copies.append(Copy(record, piece[begin : begin + size].view(whole).reshape(())))
         for column, row in group:
             items = as_items(row, 1)
-            place, strides = _begin(row) - _begin(piece) - begin, (size, items.itemsize)
+            place, strides = _begin(row) - _begin(first), (size, items.itemsize)
             recorded = np.ndarray((steps, len(row)), items.dtype, record, place, strides).T
             if column.flags.c_contiguous:
                 layouts.append(Layout(as_items(column, 2), recorded))
@@ -93,7 +93,7 @@ def _at_once(column: Any, row: Any) -> Copy:
 def _grouped(
     staged: Iterable[tuple[np.ndarray, np.ndarray]], pieces: list[np.ndarray]
 ) -> list[tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]]:
-    """The pairs whose rows are copied together, and the memory in which these lie."""
+    """The pairs whose rows are copied together, in the order of their addresses, and the memory that these lie in."""
     groups = list[tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]]()
     for column, row in sorted(staged, key=lambda pair: _begin(pair[1])):
         found = [piece for piece in pieces if 0 <= _begin(row) - _begin(piece) <= len(piece) - row.nbytes]
