@@ -138,10 +138,10 @@ class Snapshots:
             if len(packed) > self.contents.extra_room:
                 raise DoesNotFitError(len(packed))
         self._head[STAMPS + target] = UNFINISHED
-        given = np.array([name in values for name in tensors], np.uint8)
-        if not given.all():
+        given = [name in values for name in tensors]
+        if not all(given):
             np.copyto(self._copies[target], self._copies[last])
-        self._given[target] = self._given[last] | given
+        self._given[target] = all(given) or self._given[last] | np.array(given, np.uint8)
         with torch.no_grad():
             for name, view in self._views[target].items():
                 if name in values:

@@ -133,10 +133,8 @@ class Subscriber:
         while not is_whole:
             is_whole = True
             for model_id, (store, version) in self._due().items():
-                if not store.adopt_version(
-                    partial(load, model_id), version
-                ):  # we are late: begin with what is newest now
-                    is_whole = False
+                if not store.adopt_version(partial(load, model_id), version):
+                    is_whole = False  # we are late: begin with what is newest now
                     break
                 self._held[model_id], has_changed = version, True
         if has_changed:

@@ -46,9 +46,8 @@ def for_worker(requested: Mapping[str, Any], worker: int) -> dict[str, Any]:
 
 
 def _is_by_worker(source: Any) -> bool:
-    if isinstance(source, TensorDictBase) or not isinstance(source, Mapping):
-        return False
-    return bool(source) and all(isinstance(key, int) for key in source)
+    is_dict = isinstance(source, Mapping) and not isinstance(source, TensorDictBase)
+    return is_dict and bool(source) and all(isinstance(key, int) for key in source)
 
 
 def layers_of(module: Any) -> Iterator[Any]:
@@ -82,7 +81,8 @@ def load_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
 def flat_weights(source: Any) -> dict[str, Any]:
     """Weights by name: of a module, a TensorDict, a state dict or a nested dict."""
     if isinstance(source, nn.Module):
-        return all_weights(getattr(source, "_orig_mod", source))
+        # Many modules take far longer to say that they lack an attribute than to tell which modules they have.
+        return all_weights(getattr(source, "_orig_mod", source) if "_orig_mod" in source._modules else source)
     if isinstance(source, TensorDictBase):
         pairs = source.items(True, True)
         return {key if isinstance(key, str) else ".".join(key): value.detach() for key, value in pairs}

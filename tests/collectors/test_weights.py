@@ -634,13 +634,12 @@ def test_weights_arrive_whole_while_workers_run_free(make: Make) -> None:
         number += 1
         policy.set(number)
         collector.update_policy_weights_()
-    until(lambda: len(kept) > 4200)
+    until(lambda: bool((kept[:]["policy_version"][-20:] == number).all()))  # a worker may be long at its last batch
     collector.async_shutdown()
     data = kept[:]
     assert torch.equal(data["action"][:, 0], data["action"][:, 1])
     assert torch.equal(data["action"][:, 0].long(), data["policy_version"].reshape(-1))
     assert len(data["policy_version"].unique()) > 5
-    assert (data["policy_version"][-20:] == number).all(), "the newest weights do not act"
 
 
 @over(SPREAD)

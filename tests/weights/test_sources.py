@@ -42,7 +42,8 @@ def test_the_layout_of_a_module() -> None:
 def test_names_of_what_a_model_wraps() -> None:
     inner = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     told = WeightLayout.of(TensorDictModule(inner, in_keys=["observation"], out_keys=["action"]))
-    assert set(told.named(inner.state_dict())) == {f"module.{name}" for name in inner.state_dict()}
+    for weights in (inner.state_dict(), flat_weights(torch.jit.script(inner))):  # which keeps modules in no dict
+        assert set(told.named(weights)) == {f"module.{name}" for name in inner.state_dict()}
     assert set(told.named({"module.0.bias": torch.zeros(4)})) == {"module.0.bias"}
 
 
