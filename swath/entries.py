@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -64,13 +65,14 @@ def mould(
     The function is written out for these keys, as `dataclasses` writes constructors: a batch may be a single frame, for
     which to walk along the keys takes as long as to make the tensors.
     """
-    lines: list[str] = []
+    taken = ", ".join(f"leaf_{place}" for _, place in places)
+    lines: list[str] = [f"{taken}, = map(make, chosen(sources))"]
     own_names = None if names is None else list(names)
 
     def write(tree: Mapping[str, Any]) -> str:
         """Write what makes a TensorDict of `tree`; by which name it is known there."""
         nested = {name: write(place) for name, place in tree.items() if isinstance(place, Mapping)}
-        leaves = {name: f"make(sources[{tree[name]}])" for name in tree if name not in nested}
+        leaves = {name: f"leaf_{tree[name]}" for name in tree if name not in nested}
         made, entries = f"made_{len(lines)}", ", ".join(f"{name!r}: {how}" for name, how in (leaves | nested).items())
         if not _IS_KNOWN:
             lines.append(f"{made} = new({{{entries}}}, batch_size=size, device=device, names={own_names!r})")
@@ -80,7 +82,9 @@ def mould(
         return made
 
     whole = write(nest(places))
-    known = {"TensorDict": TensorDict, "make_empty": object.__new__, "new": _new, "make": make}
+    first, *others = [place for _, place in places]
+    chosen = itemgetter(first, *others) if others else lambda sources: (sources[first],)
+    known = {"TensorDict": TensorDict, "make_empty": object.__new__, "new": _new, "make": make, "chosen": chosen}
     space: dict[str, Any] = {**known, "size": torch.Size(batch_size), "device": device}
     exec("\n    ".join(["def cast(sources):", *lines, f"return {whole}"]), space)
     cast: Callable[[Sequence[Any]], TensorDict] = space["cast"]

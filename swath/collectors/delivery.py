@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import attrgetter
 
 from swath.collectors.config import CommonConfig
@@ -21,6 +21,8 @@ from swath.runtime.work import Work
 from swath.weights import Publisher
 
 BY_POLICY, AT_RANDOM = Collect(False), Collect(True)
+filling = lru_cache(maxsize=64)(Fill)
+"""The same order again: to make one takes longer than to look it up."""
 OVER, GIVEN_UP = attrgetter("is_over"), attrgetter("is_given_up")
 
 
@@ -203,6 +205,9 @@ class Delivery(ABC):
         self.batches += 1
 
     def _spend(self, index: int, frames: int) -> None:
+        if not self.terms.writes:  # only who iterates counts then
+            self.budget.spend(frames)
+            return
         with self.pool.section.lock:
             self.budget.spend(frames)
             if index in self._counted:
@@ -266,7 +271,7 @@ class Barrier(Delivery):
 
     def _fills(self, shares: dict[int, int]) -> list[Part]:
         """A part for each worker, in the replay buffer."""
-        return [Part(i, Fill(n, self.terms.steps[i]), n, self.terms.version()) for i, n in shares.items()]
+        return [Part(i, filling(n, self.terms.steps[i]), n, self.terms.version()) for i, n in shares.items()]
 
     def _shares(self) -> dict[int, int]:
         """How many steps each worker makes for the next batch: what the budget leaves of what was asked for."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from swath.collectors.delivery import AT_RANDOM, BY_POLICY, Barrier, Part
-from swath.collectors.worker import Fill
+from swath.collectors.delivery import AT_RANDOM, BY_POLICY, Barrier, Part, filling
 
 
 class Direct(Barrier):
@@ -23,14 +22,15 @@ class Direct(Barrier):
                 return None
             steps = budget.steps(steps)
         if terms.writes:
-            part = Part(0, Fill(steps, terms.steps[0]), steps, terms.version())
+            part = Part(0, filling(steps, terms.steps[0]), steps, terms.version())
         else:
-            arena = self._arenas.get(0) or self._arena(0, terms.layout.batch_size)
+            if (arena := self._arenas.get(0)) is None:
+                arena = self._arena(0, terms.layout.batch_size)
             slot, work = arena.acquire(steps), AT_RANDOM if spent < terms.init_random_frames else BY_POLICY
             part = Part(0, work, steps, terms.version(), slot.whole)
             part.arena, part.slot, part.claim = arena, slot, slot.claim
         if not pool.do(part):
             return super().next()
-        self._spend(0, part.collected.frames)
+        self._spend(0, part.frames)
         self.batches += 1
         return [part]

@@ -10,7 +10,6 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from swath.collectors.delivery import Part
 from swath.entries import trainable
 from swath.keys import MASK, PADDING_ID, TRAJ_IDS, Key
-from swath.rollout.slots import batch_of
 
 STACK = "stack"
 
@@ -26,11 +25,12 @@ def each_part(parts: Sequence[Part], keys: Sequence[Key]) -> list[TensorDictBase
 
 def alone(part: Part, keys: Sequence[Key], steps: int | None = None) -> TensorDictBase:
     """The batch of a worker whose slot is its own: the steps that it has made, or so many."""
-    slot, arena, receipt = part.slot, part.arena, part.collected
+    slot, arena = part.slot, part.arena
     assert slot is not None
     assert arena is not None
-    batch = batch_of(slot, keys, receipt.steps if steps is None else steps)
-    arena.delivered(slot)
+    batch = slot.batch(keys, part.collected.steps if steps is None else steps)
+    if slot.is_shared:
+        arena.delivered(slot)
     part.claim = None  # from now on the batch holds the slot
     return batch
 

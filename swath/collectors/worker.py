@@ -287,19 +287,19 @@ class EngineJob(Reflection):
         return receipt
 
     def _collect(self, order: Ordered, random: bool) -> Receipt:
-        assert order.place is not None
+        place, hook = order.place, self.engine.settings.post_collect_hook
+        assert place is not None
         if self._weights.is_behind:
             self.adopt()
-        memory = self._link.memory(order.place)
-        slot = self._slots.get(memory)
-        if slot is None:
+        memory = self._link.memory(place)
+        if (slot := self._slots.get(memory)) is None:
             if len(self._slots) > 2 * FEW:  # most of it is memory that is no longer used
                 self._slots.clear()
             slot = Slot.over(memory, self.engine.batch_size)
             if self._is_on_cpu:  # elsewhere none is used twice
                 self._slots[memory] = slot
-        is_shown = self.engine.settings.post_collect_hook is not None  # to a hook, which may keep what it sees
-        if self._may_write and (not is_shown or (self._is_local and memory is order.place.memory)):
+        # A hook may keep what it sees.
+        if self._may_write and (hook is None or (self._is_local and memory is place.memory)):
             return self.engine.collect(slot, random=random)
         return self.engine.collect_elsewhere(slot, random=random)
 

@@ -42,7 +42,7 @@ def way_into(env: gym.Env[Any, Any]) -> tuple[gym.Env[Any, Any], Any]:
 
 def is_gymnasiums(env: Any) -> bool:
     """Whether `env` is one of those that come with gymnasium, as `gym.make` makes it, and steps as these do."""
-    while type(env) in STEPS:
+    while (known := STEPS.get(type(env))) is not None and getattr(env.step, "__func__", None) is known:
         env = env.env
     is_known = type(env).__module__.startswith("gymnasium.envs.")
     return is_known and getattr(env.step, "__func__", None) is type(env).step

@@ -277,6 +277,8 @@ class ActionCodec:
         if len(sources) == 1 and not sources[0][0]:
             _, array, decode = sources[0]
             # Discrete actions stay np.int64, as gymnasium samples them: it checks plain ints at twice the price.
+            if rows.lanes == 1 and decode is _as_they_are:  # numbers are copied as they are taken out
+                return lambda lanes: [array[0]] if lanes is None or len(lanes) else []
             if rows.lanes == 1:  # to take the first is quicker than to make a list
                 return lambda lanes: [decode(array)[0]] if lanes is None or len(lanes) else []
             return lambda lanes: list(decode(array if lanes is None else array[list(lanes)]))
@@ -313,7 +315,7 @@ class ActionCodec:
             if integral and shape in ((), (1,)):
                 flat = array.reshape(-1)
                 if flat.dtype == dtype and start == 0:
-                    return flat, lambda given: given.copy()
+                    return flat, _as_they_are
                 if flat.dtype == dtype:
                     return flat, lambda given: given + start
                 return flat, lambda given: given.astype(dtype) + start
@@ -358,6 +360,10 @@ class ActionCodec:
     ) -> dict[Key, Tensor]:
         """Random actions for `steps` steps of `lanes` lanes, `[T, N, ...]`, encoded as `leaves` says."""
         return {entry.key: draw(entry.space, leaves[entry.key], (steps, lanes), generator) for entry in self.entries}
+
+
+_as_they_are = np.ndarray.copy
+"""What decodes numbers that are actions themselves."""
 
 
 def _follow(value: Any, path: Path) -> Any:

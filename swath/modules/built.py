@@ -25,6 +25,8 @@ MARGIN = 1e-6
 class BuiltStage(SamplingStage):
     """Location plus scale times noise, or those of one of several, and then what is done to it."""
 
+    needs_conditions = True  # a user's function may be called
+
     def __init__(
         self, module: ProbabilisticTensorDictModule, family: Family, rows: dict[Key, np.ndarray], greedy: bool
     ) -> None:

@@ -27,6 +27,7 @@ class CompositeStage(Stage):
         """Run `heads`."""
         self._heads = heads
         self.late = tuple(key for head in heads for key in head.late)
+        self.needs_conditions = any(head.needs_conditions for head in heads)
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Draw the noise of all heads."""

@@ -239,6 +239,8 @@ class _NormalHead:
 class ArrayStage(Stage):
     """A forward pass on arrays: calls that are bound once, and things that are fetched for each slot."""
 
+    needs_conditions = False
+
     def __init__(self, sources: Arrays, targets: Arrays, fetched: Sequence[Fetched]) -> None:
         """Read `sources` and write `targets`, both `[N, ...]`; `fetched` are copies of what may change."""
         self._sources, self._targets = list(sources), list(targets)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, repeat
-from operator import contains, is_
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -255,6 +255,7 @@ class Composition:
         """Remember what `policy` is made of now, and what was read of it."""
         modules = tuple(policy.modules()) if isinstance(policy, nn.Module) else ()
         modules = tuple(dict.fromkeys([*modules, *chain.from_iterable(one.modules for one in readings)]))
+        modules = tuple(one for one in modules if not isinstance(one, torch.jit.ScriptModule))  # these are called
         self._readings = [one for one in readings if not one.is_librarys]
         counted = [(id(space), name) for one in readings for space, name in one.counted]
         self._attributes = [vars(module) for module in modules]
@@ -262,8 +263,9 @@ class Composition:
         given = [module.distribution_kwargs for module in samplers if module.distribution_kwargs is not None]
         self._given = [own for own in given if not isinstance(own, dict) or own]
         full = [(own, name) for own in self._attributes for name in ("_modules", "_parameters") if own[name]]
-        self._full, self._kinds = [own for own, _ in full], [name for _, name in full]
-        """Where modules and weights are kept,"""
+        self._full = [own[name] for own, name in full]
+        self._order = list(map(list, self._full))
+        """Where modules and weights are kept, and their names, in the order in which modules run,"""
         open_ = [vars(module) for module in modules if isinstance(module, CONTAINERS) or not _is_torchs(module)]
         inner = [own[name] for own in open_ for name in ("_modules", "_parameters")]
         inner += [own[name] for own in self._attributes for name in ("_forward_hooks", "_forward_pre_hooks")]
@@ -273,27 +275,26 @@ class Composition:
         """TorchRL's modules, which a context may switch over."""
         settings = [pair for module in modules for pair in _settings_of(module)]
         settings = [(own, name) for own, name in settings if (id(own), name) not in counted]
-        self._set_on, self._names = [own for own, _ in settings], [name for _, name in settings]
+        inside = [(own[kind], name) for own, kind in full for name in own[kind]]
+        held = [*full, *inside, *settings, *((own, "forward") for own in self._attributes)]
+        self._held_by, self._names = [own for own, _ in held], [name for _, name in held]
         weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
         self._lazy = [weight for weight in weights if nn.parameter.is_lazy(weight)]
         self.weights = [weight for weight in weights if not nn.parameter.is_lazy(weight)]
         """All that there are of modules that were found."""
         self._memory = [weight.detach() for weight in self.weights]  # which no other weight can get meanwhile
         self._has_autocast = _is_autocast()
-        self._held, self._hooks, self._added = self._holding(), RemovableHandle.next_id, self._additions()
-        self._has_additions = any(one is not None for one in self._added)
+        self._held = list(map(dict.get, self._held_by, self._names))
+        """Modules, weights, settings and what keeps them; they stay alive here, so that no other takes their id."""
+        self._hooks, self._added = RemovableHandle.next_id, self._additions()
+        self._has_additions = bool(self._added)
         self._has_rare, self._rare = bool(self._given or self._lazy or self._switched), self._look_at_the_rare()
 
-    def _holding(self) -> list[Any]:
-        """Modules, weights and settings, in order; they stay alive here, so that no other takes their id."""
-        inside = map(dict.values, map(dict.__getitem__, self._full, self._kinds))
-        return [*chain.from_iterable(inside), *map(dict.get, self._set_on, self._names)]
-
     def _additions(self) -> list[Any]:
-        """Hooks, and forwards of modules' own."""
+        """Hooks."""
         hooks = [nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks]
         hooks += [own[name] for own in self._attributes for name in ("_forward_hooks", "_forward_pre_hooks")]
-        return [*chain.from_iterable(map(dict.values, hooks)), *(own.get("forward") for own in self._attributes)]
+        return list(chain.from_iterable(map(dict.values, hooks)))
 
     def _look_at_the_rare(self) -> list[Any]:
         return [
@@ -305,11 +306,11 @@ class Composition:
     @property
     def has_changed(self) -> bool:
         """Whether it is made of something else by now."""
-        holding, held = self._holding(), self._held
-        if len(holding) != len(held) or not all(map(is_, holding, held)) or any(self._empty):
+        if list(map(list, self._full)) != self._order or any(self._empty):
             return True
-        is_extended = any(map(contains, self._attributes, repeat("forward")))
-        if self._has_additions or is_extended or RemovableHandle.next_id != self._hooks:  # which may also go
+        if not all(map(is_, map(dict.get, self._held_by, self._names), self._held)):
+            return True
+        if self._has_additions or RemovableHandle.next_id != self._hooks:  # which may also go
             hooks = RemovableHandle.next_id
             if not are_same(self._additions(), self._added):
                 return True

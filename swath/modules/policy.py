@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -34,12 +33,6 @@ from swath.modules.random import RandomPolicy
 from swath.modules.stages import EchoStage, Filled, RandomStage, RangeStage, Stage, StageName, in_turn
 
 RUNS = ("run", "run_on")
-
-
-@lru_cache(maxsize=16)
-def _first(steps: int) -> Filled:
-    """The first `steps` steps of all lanes."""
-    return slice(None), slice(steps)
 
 
 def as_policy(policy: Any, env: EnvBase) -> Any:
@@ -153,6 +146,8 @@ class PolicyRunner:
         """Whether nothing but the policy runs torch in this thread between `begin` and `finish`,"""
         self.around_slot: CallContext | None = None
         """and what has to be entered then before it acts."""
+        self._is_bare = False
+        """Whether nothing has to hold in this thread for the stages that were bound last to act."""
         self._active: list[Stage] = []
         self._acting: list[Stage] = []
         self._recorded: list[Key] = []
@@ -190,13 +185,25 @@ class PolicyRunner:
             self._finishes = [stage.finish for stage in active if type(stage).finish is not Stage.finish]
             late = {key for stage in active for key in stage.late}
             self._recorded = [key for key in self.outputs.tensors if key not in late]
-        for stage in active:
+        return self.start(steps, generator)
+
+    def start(self, steps: int, generator: torch.Generator | None) -> list[Key]:
+        """The same with the stages that acted last."""
+        for stage in self._active:
             stage.begin(steps, generator)
         return self._recorded
+
+    def goes_on(self, random: bool, kind: ExplorationType | None) -> bool:
+        """Whether the stages that acted last do so again, and nothing has to hold while they do."""
+        known = self._composition
+        if random or not self._is_bare or self._acting is not self._plan or known is None:
+            return False
+        return (kind or acting_type()) is self._planned_for and not known.has_changed
 
     def _bind(self, acting: list[Stage]) -> None:
         """Find out what has to be around `acting`, and whether that may be around all steps of a slot."""
         called = [stage for stage in acting if stage.reason]
+        self._is_bare = self.is_undisturbed and not any(stage.needs_conditions for stage in acting)
         infers = bool(called) and self.is_undisturbed and all(stage.infers for stage in called)
         around = CallContext(one_thread=bool(called) and self._is_light, infers=infers)
         named = {name: [getattr(one, name) for one in acting] if infers else in_turn(acting, name) for name in RUNS}
@@ -255,12 +262,10 @@ class PolicyRunner:
             annotate(error, f"Raised by the policy in steps {times.tolist()} of the lanes {lanes.tolist()} of a batch.")
             raise
 
-    def finish(self, columns: Mapping[Key, Any], steps: int | np.ndarray) -> None:
+    def finish(self, columns: Mapping[Key, Any], filled: Filled) -> None:
         """Fill in the columns `[N, T, ...]` that were left for the end of the slot: arrays, if they lie on the CPU.
 
-        `steps` says how many steps are valid in all lanes, or is a mask `[N, T]` of those that are. What else there is
-        is left alone.
+        What is not `filled` is left alone.
         """
-        filled: Filled = _first(steps) if isinstance(steps, int) else steps
         for finish in self._finishes:
             finish(columns, filled)

@@ -40,6 +40,8 @@ EDGE_HERE, HALF_LOG_2PI = float(np.float32(EDGE)), 0.5 * math.log(2 * math.pi)
 class SamplingStage(Stage):
     """Writes an action for the parameters that other stages have written."""
 
+    needs_conditions = False
+
     def __init__(
         self, module: ProbabilisticTensorDictModule, family: Family, rows: dict[Key, np.ndarray], greedy: bool
     ) -> None:
@@ -130,7 +132,8 @@ class CategoricalStage(SamplingStage):
         self._one_hot = np.eye(self._shape[-1], dtype=self._action.dtype) if self._action.ndim == 2 else None
         self._is_plain = self._one_hot is None and len(self._params) == 1
         self._is_single = False
-        """Whether the slot is one frame of few choices, which is chosen without numpy."""
+        """Whether the slot is one frame of few choices, which is chosen and judged without numpy."""
+        self._score_of_one = 0.0
 
     @property
     def fits(self) -> bool:
@@ -149,7 +152,10 @@ class CategoricalStage(SamplingStage):
             if self._noise.size >= MANY:
                 self._draw_many(self._noise.reshape(-1), generator)
                 return
-            self._drawn.exponential_(generator=generator)
+            if generator is None:  # to say so takes a fifth of the time
+                self._drawn.exponential_()
+            else:
+                self._drawn.exponential_(generator=generator)
             if not self._is_single:
                 np.maximum(self._noise, self._least, out=self._noise)  # or the logarithm of zero would be warned of
                 np.log(self._noise, self._noise)
@@ -165,9 +171,12 @@ class CategoricalStage(SamplingStage):
 
     def _act(self, params: list[np.ndarray], noise: np.ndarray | None, action: np.ndarray) -> None:
         if self._is_single and noise is not None:
-            drawn = zip(params[0].tolist()[0], noise.tolist()[0], strict=True)
-            values = [logit - math.log(max(one, SMALLEST)) for logit, one in drawn]
-            action[0] = values.index(max(values))
+            (logits,), (waits,) = params[0].tolist(), noise.tolist()
+            top, weights, total = self._weighed(logits)
+            # The largest of the logits less the logarithms of the noise, without these.
+            values = [weight / (wait or SMALLEST) for weight, wait in zip(weights, waits, strict=True)]
+            action[0] = choice = values.index(max(values))
+            self._score_of_one = logits[choice] - top - math.log(total)
             return
         scores = params[0] if len(params) == 1 else np.where(params[1], params[0], -np.inf)
         if self._ties:
@@ -181,14 +190,11 @@ class CategoricalStage(SamplingStage):
             self._one_hot.take(scores.argmax(1), 0, action)
 
     def finish(self, columns: Mapping[Key, np.ndarray], filled: Filled) -> None:
-        """Check and compute: of a single frame, as in a slot of one step, without a detour by way of numpy."""
-        logits = columns[self._keys[0]]
-        if logits.size > FEW or logits.shape[:2] != (1, 1) or not self._is_plain or self._is_prompt:
+        """Check and compute; of a single frame, which is all that there is then, that was done with the action."""
+        if not self._is_single:
             super().finish(columns, filled)
-        elif isinstance(filled, tuple) or filled.all():
-            score = self._judge_one(logits.tolist()[0][0], columns[self._keys[1]].item())
-            if self._log_prob is not None:
-                columns[self._log_prob][0, 0] = score
+        elif self._log_prob is not None and not self._is_prompt:
+            columns[self._log_prob][0, 0] = self._score_of_one
 
     def _judge(self, *values: np.ndarray) -> Any:
         logits, *mask, choice = values
@@ -212,11 +218,17 @@ class CategoricalStage(SamplingStage):
 
     def _judge_one(self, logits: list[float], choice: int) -> float:
         """The same for one row: numpy takes ten times as long for a few numbers."""
+        top, _, total = self._weighed(logits)
+        return logits[choice] - top - math.log(total)
+
+    def _weighed(self, logits: list[float]) -> tuple[float, list[float], float]:
+        """The largest, how likely each is beside that one, and the sum of these."""
         top = max(logits)
-        total = sum([math.exp(logit - top) for logit in logits]) if math.isfinite(top) else math.nan
+        weights = [math.exp(logit - top) for logit in logits] if math.isfinite(top) else [math.nan]
+        total = sum(weights)
         if total != total:
             must_hold(False, self._keys[0], "Categorical")
-        return logits[choice] - top - math.log(total)
+        return top, weights, total
 
 
 class NormalStage(SamplingStage):

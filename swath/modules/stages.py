@@ -58,6 +58,9 @@ class Stage:
     only_reads = False
     """Whether what it calls leaves alone what it is given, and does not keep it, so that it need not get copies."""
 
+    needs_conditions = True
+    """Whether gradients have to be off while it acts, and the way to explore has to be set: not for mere arithmetic."""
+
     infers = False
     """Whether it runs in inference mode: torch is quicker there, but no tensor of this can be trained with later."""
 
@@ -90,6 +93,8 @@ def in_turn(stages: Iterable[Stage], name: str = "run") -> list[Callable[..., ob
 
 class RandomStage(Stage):
     """Actions drawn from the action space for a whole slot at once."""
+
+    needs_conditions = False
 
     def __init__(self, codec: ActionCodec, outputs: Rows) -> None:
         """Draw into the action entries of `outputs`, encoded as these are."""

@@ -21,6 +21,7 @@ from swath.envs import OwnPaceEnv
 from swath.envs.rows import Leaf, Rows, rows_of
 from swath.errors import UnsupportedEnvError
 from swath.keys import ENV_INDEX, POLICY_VERSION, Key, after
+from swath.modules.stages import Filled
 from swath.rollout.loop import LoopSettings, Receipt, RolloutLoop
 from swath.rollout.slots import Slot
 
@@ -198,7 +199,7 @@ class AsReadyLoop(RolloutLoop):
         self._ends = np.cumsum(counts)[counts > 0] - 1
         return steps
 
-    def _acted(self, steps: int) -> int | np.ndarray:
+    def _acted(self, steps: int) -> Filled:
         return self._new
 
     def _by_lane(self, values: np.ndarray) -> np.ndarray:
@@ -222,7 +223,8 @@ class AsReadyLoop(RolloutLoop):
     def _last(self, steps: int) -> tuple[Any, Any]:
         return super()._last(steps) if self.settings.stack_envs else (0, self._ends)
 
-    def _stamp(self, tensors: dict[Key, torch.Tensor]) -> None:
+    def _stamp(self, slot: Slot) -> None:
+        tensors = slot.tensors
         tensors[after(POLICY_VERSION)].copy_(tensors[POLICY_VERSION])
 
 

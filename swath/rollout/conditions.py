@@ -14,12 +14,15 @@ from swath.modules.exploration import ExploringHere, exploring
 class Conditions:
     """No gradients, and one way to explore: one context for both, as a slot may be a single step.
 
-    It may be entered again once it was left. What is interrupted in the middle of either is undone.
+    It may be entered again once it was left, and left again. What is interrupted in the middle of entering is undone;
+    an interrupt that comes just when it is to be left keeps it from being left, so leave it once more behind it.
     """
 
     def __init__(self, kind: InteractionType | None) -> None:
         """Explore like `kind`, or as whoever calls says."""
-        self._kind, self._had_grad = kind, True
+        self._kind = kind
+        self._had_grad: bool | None = None
+        """Whether there were gradients before; None if it is not entered."""
         self._more: AbstractContextManager[Any] | None = None
         self.exploring: AbstractContextManager[Any] = nullcontext() if kind is None else exploring(kind)
         """The second alone."""
@@ -44,12 +47,15 @@ class Conditions:
         more.__enter__()
 
     def __exit__(self, *exc: object) -> None:
+        if self._had_grad is None:
+            return
         try:
             if self._more is not None:
-                more, self._more = self._more, None
-                more.__exit__(None, None, None)
+                self._more.__exit__(None, None, None)
+                self._more = None
         finally:
             try:
                 torch._C._set_grad_enabled(self._had_grad)
             finally:
                 self.exploring.__exit__(None, None, None)
+                self._had_grad = None

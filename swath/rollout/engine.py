@@ -31,7 +31,7 @@ from swath.rollout.buffer_writer import BufferWriter
 from swath.rollout.engine_settings import EngineSettings
 from swath.rollout.loop import Interruptor, Receipt, RolloutLoop
 from swath.rollout.randomness import Randomness
-from swath.rollout.slots import Arena, Slot, batch_of
+from swath.rollout.slots import Arena, Slot
 from swath.runtime.columns import Columns
 from swath.runtime.paths import follow
 
@@ -161,9 +161,8 @@ class Engine:
     def collect(self, slot: Slot, *, random: bool = False) -> Receipt:
         """Fill `slot`, and call the hooks."""
         receipt = self._fill(slot, random)
-        hook = self.settings.post_collect_hook
-        if hook is not None:
-            hook(batch_of(slot, self.delivered, receipt.steps))
+        if (hook := self.settings.post_collect_hook) is not None:
+            hook(slot.batch(self.delivered, receipt.steps))
         self._paused_at = perf_counter()
         return receipt
 
@@ -230,7 +229,7 @@ class Engine:
         if writer.takes_columns and not settings.whole_episodes and not is_changed:
             writer.write_slot(slot, self.delivered, receipt.steps)  # the data's only copy
             return receipt
-        batch = batch_of(slot, self.delivered, receipt.steps)
+        batch = slot.batch(self.delivered, receipt.steps)
         if settings.post_collect_hook is not None:
             settings.post_collect_hook(batch)
         if not settings.whole_episodes:

@@ -51,13 +51,19 @@ class Lanes:
         self.meter = EpisodeMeter(self.count)
         self.has_memory = False
         """Whether anything is carried from step to step beside what the env writes."""
+        self.have_begun = False
+        """Whether some episode has begun that no complete slot has the first observation of."""
         self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._is_init: torch.Tensor | None = None
+        """What the policy reads to know where episodes begin."""
         self._begin(range(self.count))
 
     def attach(self, state: list[tuple[Key, Key]], outputs: Rows) -> None:
         """Carry the policy's recurrent `state`: pairs of what it reads from the present and writes to `outputs`."""
         self._carried = [(self.present.tensors[read], outputs.tensors[written]) for read, written in state]
-        self.has_memory = bool(state) or IS_INIT in self.present.tensors or MASK in self.out.tensors
+        if IS_INIT not in self.env.observation_keys:  # else the env says that itself
+            self._is_init = self.present.tensors.get(IS_INIT)
+        self.has_memory = bool(state) or self._is_init is not None or MASK in self.out.tensors
         self._set_init(range(self.count))
 
     def cut(self) -> bool:
@@ -89,8 +95,8 @@ class Lanes:
         """
         for read, written in self._carried:
             read.copy_(written)
-        if IS_INIT in self.present.tensors:
-            self.present.tensors[IS_INIT].fill_(False)
+        if self._is_init is not None:
+            self._is_init.fill_(False)
         begun = perf_counter()
         if finished:
             self._begin(self._ended())
@@ -104,8 +110,8 @@ class Lanes:
         rows = rows_of(lanes)
         for read, written in self._carried:
             read.view(self.count, -1)[rows] = written.view(self.count, -1)[rows]
-        if IS_INIT in self.present.tensors:
-            self.present.tensors[IS_INIT].view(self.count, -1)[rows] = False
+        if self._is_init is not None:
+            self._is_init.view(self.count, -1)[rows] = False
         assert self._flags is not None
         over = self._flags[0][rows] | self._flags[1][rows]
         if over.any():
@@ -145,6 +151,7 @@ class Lanes:
         if self.limit is not None:
             self._ages[list(lanes)] = 0
         self._set_init(lanes)
+        self.have_begun = True
         self.env.stepped_by = self  # last, see `restart`
 
     def _set_init(self, lanes: Sequence[int]) -> None:
@@ -152,5 +159,5 @@ class Lanes:
         index = list(lanes)
         for read, _ in self._carried:
             read.view(self.count, -1)[index] = 0
-        if IS_INIT in self.present.tensors:
-            self.present.tensors[IS_INIT].view(self.count, -1)[index] = True
+        if self._is_init is not None:
+            self._is_init.view(self.count, -1)[index] = True

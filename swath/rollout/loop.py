@@ -5,8 +5,6 @@ All lanes step together here; `swath.rollout.as_ready` has the same loop for env
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,7 +18,6 @@ from tensordict.nn import InteractionType
 
 from swath.envs.base import FLAG, EnvBase
 from swath.envs.rows import Leaf, Rows
-from swath.errors import NotANumberWarning
 from swath.keys import (
     DONE,
     FLAGS,
@@ -38,17 +35,16 @@ from swath.keys import (
     is_private,
 )
 from swath.modules.policy import PolicyRunner
-from swath.modules.stages import StageName
+from swath.modules.stages import Filled, StageName
 from swath.rollout.conditions import Conditions
 from swath.rollout.lanes import Lanes
+from swath.rollout.nan_watch import Looks, NanWatch
 from swath.rollout.randomness import Randomness
-from swath.rollout.record import Copy, Layout, copies_of
+from swath.rollout.record import Copy, Layout, copies_of, joined
 from swath.rollout.slots import Slot
 from swath.rollout.stats import RolloutStats
 
 EVERY = slice(None)
-SMALL = 4096
-"""So many numbers, and more, are multiplied in this thread; see NOTE [BLAS threads]."""
 NEXT_DONE, NEXT_TERMINATED, NEXT_TRUNCATED, NEXT_REWARD = map(after, (DONE, TERMINATED, TRUNCATED, REWARD))
 
 
@@ -105,6 +101,10 @@ class Receipt(NamedTuple):
         return Receipt(steps, frames, receipts[-1].version, receipts[0].begin, total=receipts[-1].total)
 
 
+new_receipt: Callable[[tuple[object, ...]], Receipt] = partial(tuple.__new__, Receipt)
+"""Makes one without the Python function that a NamedTuple has for that."""
+
+
 class Bound(NamedTuple):
     """What a loop remembers of a slot that it fills."""
 
@@ -117,7 +117,8 @@ class Bound(NamedTuple):
     layouts: list[Layout]
     """and what is laid out when the slot is complete."""
     clears: list[Callable[[], Any]]
-    sizes: list[Callable[[], Any]]
+    looks: tuple[Looks, Looks]
+    """What finds NaN; and the same where an episode may have begun."""
     ids: np.ndarray | None
     """Of trajectories and, below, what they were rewarded: by time and row, and by row and time."""
     rewards: np.ndarray | None
@@ -160,11 +161,15 @@ class RolloutLoop:
         self.lanes.attach(self.policy.state, self.policy.outputs)
         self.leaves = self._leaves()
         """Shape and dtype of every column, in the order in which they are delivered."""
-        told = [(key, after(key)) for key in self._told]
-        begun_with = [(key, key) for key in env.observation_keys if key in self._seen]
-        self._suspect = [(key, name) for key, name in (*told, *begun_with) if _may_be_nan(self.leaves[name])]
-        """Where NaN may come from the env: (key, name of the column)."""
-        self._warned: set[Key] = set()
+        self._nan_watch = NanWatch(env, self.leaves, self._told, self._seen)
+        self._may_be_cut_off = settings.set_truncated or self._idles
+        """Whether a batch has to be looked through also where no episode has ended,"""
+        self._derived: list[Callable[[Slot], None]] = []
+        """and what is written in any case."""
+        if self.lanes.limit is not None:
+            self._derived.append(self._count_steps)
+        if settings.track_version:
+            self._derived.append(self._stamp)
 
     def move_to_background(self) -> None:
         """Leave alone what belongs to the whole process."""
@@ -173,47 +178,63 @@ class RolloutLoop:
 
     def collect(self, slot: Slot, *, random: bool = False) -> Receipt:
         """Fill `slot` with consecutive steps of every lane; with `random` actions if so asked."""
-        if self.randomness.is_lent:
-            with self.randomness.applied():
-                return self._collect(slot, random)
-        return self._collect(slot, random)
+        try:
+            if self.randomness.is_lent:
+                with self.randomness.applied():
+                    return self._collect(slot, random)
+            return self._collect(slot, random)
+        finally:
+            self._conditions.__exit__()  # which an interrupt may have come before
 
     def _collect(self, slot: Slot, random: bool) -> Receipt:
-        begun = perf_counter()
-        policy, env, lanes = self.policy, self.env, self.lanes
-        interruptor = self.settings.interruptor
-        steps, in_policy, in_env, self._acting = 0, 0.0, 0.0, self.version
-        self.was_stopped = has_ended = False
+        begun, policy, kind = perf_counter(), self.policy, self.settings.exploration
+        self._acting, self.was_stopped = self.version, False
+        # An interruptor may be a user's own code, and so may parts of any env.
+        if self.settings.interruptor is None and policy.goes_on(random, kind):
+            had_grad = torch.is_grad_enabled()
+            try:
+                torch._C._set_grad_enabled(False)
+                return self._fill(slot, policy.start(slot.steps, self.randomness.generator), begun)
+            finally:
+                torch._C._set_grad_enabled(had_grad)
         with self._conditions:
-            acted = policy.begin(slot.steps, self.randomness.generator, random, self.settings.exploration)
+            acted = policy.begin(slot.steps, self.randomness.generator, random, kind)
             if policy.around_slot is not None:
                 self._conditions.enter(policy.around_slot)
-            bound = self._bound(slot, acted)
-            before, behind = bound.before, bound.behind
-            for t in range(slot.steps):
-                for target, row in before:  # what the policy sees
-                    target[t] = row
-                seen_at = perf_counter()
-                policy.act(t)
-                acted_at = perf_counter()
-                finished = env.step_into(policy.outputs, lanes.out)
-                stepped_at = perf_counter()
-                if lanes.limit is not None:
-                    finished = lanes.cut() or finished
-                for target, row in behind:  # what it did, and what really happened
-                    target[t] = row
-                in_policy += acted_at - seen_at
-                in_env += stepped_at - acted_at
-                if finished or lanes.has_memory:  # carry on what is carried, begin anew what has ended
-                    in_env += lanes.go_on(finished)
-                    has_ended = has_ended or finished
-                steps = t + 1
-                if interruptor is not None and interruptor.collection_stopped():
-                    self.was_stopped = True
-                    break
-            for layout in bound.layouts:
-                layout.finish(steps)
-            receipt = self._complete(slot, steps, has_ended)
+            return self._fill(slot, acted, begun)
+
+    def _fill(self, slot: Slot, acted: list[Key], begun: float) -> Receipt:
+        """Make the steps; `acted` is recorded of what the policy writes, and the clock said `begun` at first."""
+        policy, env, lanes = self.policy, self.env, self.lanes
+        interruptor = self.settings.interruptor
+        steps, in_policy, in_env, has_ended = 0, 0.0, 0.0, False
+        has_begun, lanes.have_begun = lanes.have_begun, True  # also if this comes to nothing
+        bound = self._bound(slot, acted)
+        before, behind = bound.before, bound.behind
+        for t in range(slot.steps):
+            for target, row in before:  # what the policy sees
+                target[t] = row
+            seen_at = perf_counter()
+            policy.act(t)
+            acted_at = perf_counter()
+            finished = env.step_into(policy.outputs, lanes.out)
+            stepped_at = perf_counter()
+            if lanes.limit is not None:
+                finished = lanes.cut() or finished
+            for target, row in behind:  # what it did, and what really happened
+                target[t] = row
+            in_policy += acted_at - seen_at
+            in_env += stepped_at - acted_at
+            if finished or lanes.has_memory:  # carry on what is carried, begin anew what has ended
+                in_env += lanes.go_on(finished)
+                has_ended = has_ended or finished
+            steps = t + 1
+            if interruptor is not None and interruptor.collection_stopped():
+                self.was_stopped = True
+                break
+        for layout in bound.layouts:
+            layout.finish(steps)
+        receipt = self._complete(slot, steps, has_ended, has_begun or has_ended)
         self.stats.timings.add(in_env, in_policy, perf_counter() - begun)
         return receipt
 
@@ -261,13 +282,13 @@ class RolloutLoop:
             done = [self._pair(slot, key, outputs, key) for key in acted]
             told = [self._pair(slot, after(key), out, key) for key in self._told]
             told += [self._pair(slot, MASK, out, MASK)] if self._idles else []
-            before, first = copies_of(seen, slot.steps, pieces)
-            behind, second = copies_of([*done, *told], slot.steps, pieces)
+            before, first = copies_of(seen, slot.steps, pieces, slot.memory.piece)
+            behind, second = copies_of([*done, *told], slot.steps, pieces, slot.memory.piece)
             is_here = isinstance(slot.columns[NEXT_REWARD], np.ndarray)  # else it has to be fetched each time
             rewards = self._rewards(slot, slot.steps) if is_here else None
             ids = slot.columns[TRAJ_IDS].T if is_here and self.settings.track_traj_ids else None
-            clears, sizes = _clears(slot), self._sizes(slot, slot.steps)
-            slot.bound = bound = Bound(self, acted, before, behind, [*first, *second], clears, sizes, ids, rewards)
+            clears, looks = _clears(slot), self._nan_watch.looks(slot, slot.steps)
+            slot.bound = bound = Bound(self, acted, before, behind, [*first, *second], clears, looks, ids, rewards)
         return bound  # type: ignore[no-any-return]
 
     def _pair(self, slot: Slot, name: Key, rows: Rows, key: Key) -> tuple[Any, Any]:
@@ -277,46 +298,72 @@ class RolloutLoop:
 
     # -- once per slot -----------------------------------------------------------------------------------------
 
-    def _complete(self, slot: Slot, steps: int, has_ended: bool = True) -> Receipt:
+    def _complete(self, slot: Slot, steps: int, has_ended: bool = True, has_begun: bool = True) -> Receipt:
         """Write what follows from the steps: log-probs, done, ids, counts, versions; count and check.
 
-        `has_ended` tells whether an episode may have.
+        `has_ended` and `has_begun` tell whether an episode may have.
         """
-        columns, settings, bound = slot.columns, self.settings, slot.bound
-        self.policy.finish(columns, self._acted(steps))
+        bound, lanes, stats = slot.bound, self.lanes, self.stats
+        self.policy.finish(slot.columns, self._acted(steps))
         for clear in _clears(slot) if bound is None else bound.clears:
             clear()
-        real, ended = self._real(slot, steps), None
-        if has_ended or settings.set_truncated or real is not None:  # not so in most small batches
-            columns[NEXT_DONE][...] = columns[NEXT_TERMINATED] | columns[NEXT_TRUNCATED]
-            ended = self._by_lane(slot.array(NEXT_DONE)[:, :steps, 0]).copy()
-        if settings.track_traj_ids:
-            if ended is None and bound is not None and bound.ids is not None:
-                bound.ids[...] = self.lanes.ids.current
-            elif ended is None:
-                slot.put(TRAJ_IDS, self.lanes.ids.current[:, None], steps)
-            else:
-                ids = np.empty(ended.shape, np.int64)
-                self.lanes.ids.assign(self._cut_off(ended, real), ids)
-                if real is not None:
-                    ids[~real] = PADDING_ID
-                slot.put(TRAJ_IDS, self._in_slot(ids), steps)
-        if STEP_COUNT in columns:
-            columns[after(STEP_COUNT)][:] = columns[STEP_COUNT] + 1
-        if settings.track_version:
-            self._stamp(slot.tensors)
-        if settings.set_truncated:
+        if bound is not None and steps == slot.steps:
+            rewards, looks = bound.rewards, bound.looks[has_begun]
+        else:
+            rewards, looks = None, self._nan_watch.looks(slot, steps)[has_begun]
+        if rewards is None:
+            rewards = self._rewards(slot, steps)
+        frames = slot.lanes * steps
+        if has_ended := has_ended or self._may_be_cut_off:  # not so in most small batches
+            frames = self._mark_ends(slot, steps, rewards)
+        else:
+            if bound is not None and bound.ids is not None:
+                bound.ids[...] = lanes.ids.current
+            elif self.settings.track_traj_ids:
+                slot.put(TRAJ_IDS, lanes.ids.current[:, None], steps)
+            lanes.meter.go_on(rewards)
+        for derive in self._derived:
+            derive(slot)
+        stats.frames += frames
+        stats.batches += 1
+        lanes.have_begun = has_ended  # perhaps in the last step
+        for look in looks:
+            found = look()
+            if found != found:
+                self._nan_watch.warn(slot, steps, self._by_lane)
+                break
+        begun = self.steps
+        self.steps = begun + steps
+        return new_receipt((steps, frames, self._acting, begun, None, stats.frames))
+
+    def _mark_ends(self, slot: Slot, steps: int, rewards: np.ndarray) -> int:
+        """Write where episodes have ended, and the ids on either side; count these, and the frames."""
+        columns, real, stats, frames = slot.columns, self._real(slot, steps), self.stats, slot.lanes * steps
+        columns[NEXT_DONE][...] = columns[NEXT_TERMINATED] | columns[NEXT_TRUNCATED]
+        ended = self._by_lane(slot.array(NEXT_DONE)[:, :steps, 0]).copy()
+        if self.settings.track_traj_ids:
+            ids = np.empty(ended.shape, np.int64)
+            self.lanes.ids.assign(self._cut_off(ended, real), ids)
+            if real is not None:
+                ids[~real] = PADDING_ID
+            slot.put(TRAJ_IDS, self._in_slot(ids), steps)
+        if self.settings.set_truncated:
             last = self._last(steps)
             columns[NEXT_TRUNCATED][last] |= ~columns[NEXT_TERMINATED][last]
             columns[NEXT_DONE][last] = True
-        return self._count(slot, steps, ended, real)
+        if real is not None:
+            stats.idle_frames += frames
+            frames = int(real.sum())
+            stats.idle_frames -= frames
+        self.lanes.meter.measure(self._by_lane(rewards), ended, real, stats, self._broken())
+        return frames
 
     # A slot's rows are lanes here, and all of them have made the same steps. A loop in which that is not so lays its
     # slots out in another way, which these tell of.
 
-    def _acted(self, steps: int) -> int | np.ndarray:
+    def _acted(self, steps: int) -> Filled:
         """Which of the first `steps` steps the policy has made since `begin`: all, or a mask of the slot."""
-        return steps
+        return EVERY, slice(steps)
 
     def _by_lane(self, values: np.ndarray) -> np.ndarray:
         """What lies in the first steps of a slot, by lane and time `[N, T]`."""
@@ -338,8 +385,13 @@ class RolloutLoop:
         """Where the last frame of each lane lies."""
         return EVERY, steps - 1
 
-    def _stamp(self, tensors: dict[Key, torch.Tensor]) -> None:
+    def _count_steps(self, slot: Slot) -> None:
+        """Write how old episodes are after each step."""
+        slot.columns[after(STEP_COUNT)][:] = slot.columns[STEP_COUNT] + 1
+
+    def _stamp(self, slot: Slot) -> None:
         """Write down which version has acted."""
+        tensors = slot.tensors
         if POLICY_VERSION not in self.policy.outputs.tensors:  # else it is said by an inference server's client
             tensors[POLICY_VERSION].fill_(self._acting)
         tensors[after(POLICY_VERSION)].copy_(tensors[POLICY_VERSION])
@@ -359,58 +411,9 @@ class RolloutLoop:
             cut[has_any, last[has_any]] = True
         return cut
 
-    def _count(self, slot: Slot, steps: int, ended: np.ndarray | None, real: np.ndarray | None) -> Receipt:
-        stats, meter, frames = self.stats, self.lanes.meter, slot.lanes * steps
-        if real is not None:
-            stats.idle_frames += frames
-            frames = int(real.sum())
-            stats.idle_frames -= frames
-        stats.frames += frames
-        stats.batches += 1
-        bound = slot.bound
-        if bound is not None and steps == slot.steps:
-            rewards, sizes = bound.rewards, bound.sizes
-        else:
-            rewards, sizes = None, self._sizes(slot, steps)
-        if rewards is None:
-            rewards = self._rewards(slot, steps)
-        if ended is None:
-            meter.go_on(rewards)
-        else:
-            meter.measure(self._by_lane(rewards), ended, real, stats, self._broken())
-        for size in sizes:
-            found = size()
-            if found != found:
-                self._warn_of_nan(slot, steps, sizes)
-                break
-        begun = self.steps
-        self.steps = begun + steps
-        return Receipt(steps, frames, self._acting, begun, None, stats.frames)
-
     def _rewards(self, slot: Slot, steps: int) -> np.ndarray:
         """The rewards of the first steps, by row and time."""
         return slot.array(NEXT_REWARD)[:, :steps, 0]
-
-    def _sizes(self, slot: Slot, steps: int) -> list[Callable[[], Any]]:
-        """What gives NaN if there is any, for each entry that may have some."""
-        flat = [slot.columns[name][:, :steps].reshape(-1) for _, name in self._suspect]
-        return [partial(numbers.dot, numbers) if len(numbers) <= SMALL else numbers.min for numbers in flat]
-
-    def _warn_of_nan(self, slot: Slot, steps: int, sizes: list[Callable[[], Any]]) -> None:
-        """Once for each key: in what the env answered, and in what it began with."""
-        for (key, name), size in zip(self._suspect, sizes, strict=True):
-            if not math.isnan(size()) or key in self._warned:
-                continue
-            column = slot.columns[name][:, :steps]
-            self._warned.add(key)
-            found = torch.as_tensor(column, device="cpu").reshape(*column.shape[:2], -1).isnan().any(-1).numpy()
-            lane = int(np.flatnonzero(self._by_lane(found).any(1))[0])
-            warnings.warn(
-                f"The env of lane {lane} ({self.env!r}) produced NaN in {key!r}. It is delivered as it is, and this "
-                "is said only once; swath.envs.check_env(env) may tell more.",
-                NotANumberWarning,
-                stacklevel=2,
-            )
 
 
 def _clears(slot: Slot) -> list[Callable[[], Any]]:
@@ -419,8 +422,6 @@ def _clears(slot: Slot) -> list[Callable[[], Any]]:
     A lane that has ended is restarted at once, so that no root is ever done.
     """
     flags = [slot.columns[key] for key in (*FLAGS, NEXT_DONE)]
+    if slot.memory.piece is not None:
+        flags = joined(flags, slot.memory.piece)
     return [partial(flag.fill if isinstance(flag, np.ndarray) else flag.fill_, False) for flag in flags]
-
-
-def _may_be_nan(leaf: Leaf) -> bool:
-    return leaf.dtype.is_floating_point and math.prod(leaf.shape) > 0

@@ -44,6 +44,8 @@ class Slot:
         self.memory = memory
         self.batch_size = batch_size
         self.lanes, self.steps = memory.shape
+        self.is_shared = memory.is_shared
+        """Whether another process may fill it, or has it where this one was forked."""
         self.is_retired = False
         """Whether it is not used again when it comes back."""
         self.tensors = memory.tensors
@@ -99,7 +101,7 @@ class Slot:
 
     def retire_if_held(self) -> None:
         """Let it not be used again if somebody has it, where its memory is the same in a fork; in any thread."""
-        if self.memory.block is not None and not self.is_free:
+        if self.is_shared and not self.is_free:
             self.is_retired = True
 
     def place(self, first_row: int, rows: int) -> Place:
@@ -126,7 +128,10 @@ class Slot:
         return entries
 
     def batch(self, keys: Sequence[Key], steps: int) -> TensorDictBase:
-        """The same as a batch `[*batch_size, steps]`."""
+        """The same as a batch `[*batch_size, steps]`, to be trained on."""
+        if torch.is_inference_mode_enabled():
+            with trainable():
+                return self.batch(keys, steps)
         if steps < self.steps or not self._is_on_cpu:
             return named_batch(self.hand_out(keys, steps), (*self.batch_size, steps))
         if self._form is None or self._form[0] is not keys:
@@ -147,14 +152,6 @@ def _retire_held() -> None:
 
 
 os.register_at_fork(before=_retire_held, after_in_parent=_retire_held)  # twice: other threads go on meanwhile
-
-
-def batch_of(slot: Slot, keys: Sequence[Key], steps: int) -> TensorDictBase:
-    """The first `steps` steps of a slot as a batch `[*batch_size, steps]`, over its memory."""
-    if torch.is_inference_mode_enabled():
-        with trainable():
-            return slot.batch(keys, steps)
-    return slot.batch(keys, steps)
 
 
 def named_batch(entries: Mapping[Key, Tensor], batch_size: tuple[int, ...]) -> TensorDictBase:
@@ -215,8 +212,6 @@ class Arena:
     def delivered(self, slot: Slot) -> None:
         """All that is to be written to the slot has been."""
         block = slot.memory.block
-        if block is None:  # private, as in this process
-            return
-        if len(self) > FEW or is_scarce(block.fd):
+        if slot.is_shared and block is not None and (len(self) > FEW or is_scarce(block.fd)):
             block.release()
             slot.is_retired = True

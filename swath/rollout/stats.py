@@ -99,7 +99,9 @@ class EpisodeMeter:
         """Count a slot `[N, T]` in which no episode has ended, as in most small ones."""
         if reward.size == 1:
             self.returns[0] += reward.item()
-        elif reward.shape[1] == 1:
+            self._steps += 1
+            return
+        if reward.shape[1] == 1:
             self.returns += reward[:, 0]
         else:
             self.returns += reward.sum(1, dtype=np.float64)

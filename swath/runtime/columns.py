@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,12 @@ import torch
 from torch import Tensor
 
 from swath.keys import Key
-from swath.runtime.memory import Block, MemoryBlock, line_aligned
+from swath.runtime.memory import Block, MemoryBlock, PrivateBlock, line_aligned
 
 PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Stand-ins, by size, for types that numpy does not know, or that torch can do little with."""
+MAX_BLOCK = 1_048_576
+"""Private columns with more bytes in all lie apart: whoever keeps one of them would keep the memory of all."""
 LIMITED = {torch.uint16, torch.uint32, torch.uint64}
 """Types that torch can copy, but not write to by index or mask."""
 
@@ -45,7 +48,7 @@ class Columns:
         leaves: shape and dtype of one element of every entry.
         shape: how many elements each column has.
         tensors: the columns by key.
-        block: the memory, if it can be shared; None if it is private.
+        block: the memory, if it is one piece, private to this process or shared; between columns there are zeros.
     """
 
     def __init__(
@@ -60,6 +63,9 @@ class Columns:
         """Lay the leaves out: from byte `offset` of `block` on, or in private memory on `device`, zero at first."""
         self.leaves: dict[Key, Leaf] = dict(leaves)
         self.shape = tuple(shape)
+        is_here = device is None or device.type == "cpu"
+        if block is None and self.leaves and is_here and (size := nbytes(self.leaves, self.shape)) <= MAX_BLOCK:
+            block = PrivateBlock(size)
         self.block, self._offset = block, offset
         self._parts: dict[tuple[int, int], Columns] = {}
         with torch.inference_mode(False):  # ordinary tensors, in whichever mode the caller runs
@@ -88,11 +94,16 @@ class Columns:
         return cls(leaves, shape, block=MemoryBlock(max(1, nbytes(leaves, shape))))
 
     @property
+    def is_shared(self) -> bool:
+        """Whether another process may see what is written here."""
+        return self.block is not None and not self.block.is_private
+
+    @property
     def arrays(self) -> dict[Key, np.ndarray]:
         """The columns that lie on the CPU as arrays over the same memory; see `array_of`."""
         return {key: array_of(tensor) for key, tensor in self.tensors.items() if tensor.device.type == "cpu"}
 
-    @property
+    @cached_property
     def piece(self) -> np.ndarray | None:
         """The bytes that all columns lie in, if that is one block."""
         if self.block is None:
@@ -118,7 +129,7 @@ class Columns:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel as a description of the memory, which the receiving process maps."""
-        if self.block is None:
+        if not self.is_shared:
             raise TypeError("Columns in private memory, or that are a part of others, cannot be sent to a process.")
         return _mapped, (self.leaves, self.shape, self.block, self._offset)
 

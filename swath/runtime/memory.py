@@ -38,6 +38,8 @@ class Block(Descriptor):
     Once the descriptor is released, the block can no longer be sent, or grow. Arrays over its memory stay valid.
     """
 
+    is_private = False
+    """Whether no other process can be given it."""
     _map: _Mapping | np.ndarray | None = None
 
     @property
@@ -140,6 +142,8 @@ def _memfd() -> int:
 
 class PrivateBlock(Block):
     """A block of this process alone, with no descriptor behind it: what threads share."""
+
+    is_private = True
 
     def __init__(self, size: int) -> None:
         super().__init__(-1)

@@ -102,7 +102,8 @@ class Pool(Generic[W]):
         self.section = Section()  # in which all that is known of work and questions changes; see NOTE [Moments]
         self._here = carrier if isinstance(carrier, LocalCarrier) and carrier.is_local else None
         """Lets workers work in this thread: nothing is sent then, and an interrupt ends the work that it comes to."""
-        self._turns = Turns()
+        # A worker elsewhere may have to be waited for in a section: until it reads what it is sent.
+        self._turns = Turns(None if self._here is None else self.section.lock)
 
     # -- starting and stopping ---------------------------------------------------------------------------------
 
@@ -233,12 +234,12 @@ class Pool(Generic[W]):
         there may be a batch for each frame. Not so, and nothing has happened, where anything else is to be seen to
         first; nor if the work was forgotten while it was done.
         """
-        here, index, is_done, is_wanted = self._here, work.index, False, False
+        here, turns, lock, index, is_done = self._here, self._turns, self.section.lock, work.index, False
         if here is None or here.has_mail or self._inbox or self.failure is not None or self.is_closed:
             return False
-        with self.section.lock, self._turns.lock:
+        with lock:  # which that of the turns is, here
             works, session = self._outstanding[index], here.sessions.get(index)
-            if works or session is None or not self._turns.begin(sys._getframe(), threading.get_ident()):
+            if works or session is None or not turns.begin(sys._getframe(), threading.get_ident()):
                 return False
             work.ticket = self.last_ticket[index] = next(self._numbers)
             works.append(work)
@@ -246,7 +247,7 @@ class Pool(Generic[W]):
         try:
             receipt, is_done = session.perform(work), True
         finally:
-            with self.section.lock, self._turns.lock:
+            with lock:
                 here.is_at_work, work.is_over, works = False, True, self._outstanding[index]
                 if is_wanted := bool(works) and works[0] is work:
                     works.popleft()
@@ -256,7 +257,7 @@ class Pool(Generic[W]):
                     work.receipt = self.last_receipt[index] = receipt
                 else:
                     self.unclaimed.append((index, receipt))
-                self._turns.end()
+                turns.end()
         return is_wanted
 
     def outstanding(self, index: int) -> int:

@@ -12,8 +12,10 @@ from types import FrameType
 class Turns:
     """One thread is at it, the others wait until it has done so once."""
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # no section: what an interrupt leaves is found by `_is_attended`
+    def __init__(self, lock: threading.RLock | None = None) -> None:
+        """With a `lock` that is held for moments only, if there is one that is taken in any case."""
+        # No section: what an interrupt leaves is found by `_is_attended`.
+        self._lock = threading.RLock() if lock is None else lock
         self._attendant = 0
         """The thread that is at it,"""
         self._frame: FrameType | None = None
@@ -28,7 +30,7 @@ class Turns:
         """
         me, is_first, other = threading.get_ident(), False, None
         try:
-            with self.lock:
+            with self._lock:
                 if self.begin(sys._getframe(), me):
                     is_first = True
                 elif self._attendant != me:
@@ -41,7 +43,7 @@ class Turns:
                 other.acquire(timeout=max(0.0, timeout_s))
         finally:
             if is_first:
-                with self.lock:
+                with self._lock:
                     self.end()
 
     def begin(self, frame: FrameType, me: int) -> bool:

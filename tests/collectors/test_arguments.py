@@ -412,6 +412,27 @@ def test_an_env_that_counts_steps_itself_has_no_room_for_max_frames_per_traj(mak
     make(Stepper, max_frames_per_traj=0)  # switched off
 
 
+@pytest.mark.parametrize("name", ["step_count", "is_init"])
+@over(HERE)
+def test_what_an_env_gives_under_a_name_of_ours_is_delivered_as_it_is(make: Make, name: str) -> None:
+    class Countdown(gym.Env[Any, Any]):
+        observation_space = gym.spaces.Dict({name: gym.spaces.Box(0, 99, (1,))})
+        action_space = gym.spaces.Discrete(2)
+        left = 0
+
+        def reset(self, **kwargs: Any) -> Any:
+            self.left = 4
+            return {name: np.full(1, 4, np.float32)}, {}
+
+        def step(self, action: Any) -> Any:
+            self.left -= 1
+            return {name: np.full(1, self.left, np.float32)}, 0.0, not self.left, False, {}
+
+    batch = make(Countdown, steps=6, workers=1).next()
+    assert batch[name].flatten().tolist() == [4, 3, 2, 1, 4, 3]
+    assert batch["next", name].flatten().tolist() == [3, 2, 1, 0, 3, 2]
+
+
 @pytest.mark.parametrize("wrap", [lambda make: make, lambda make: lambda: SerialEnv(2, make)], ids=["env", "SerialEnv"])
 @over(HERE)
 def test_set_truncated_needs_the_entry(make: Make, wrap: Any) -> None:

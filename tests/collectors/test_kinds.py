@@ -123,6 +123,12 @@ ABILITIES: dict[str, Callable[[Kind], None]] = {
 }
 
 
+def several_times(show: Callable[[Kind], None], kind: Kind) -> None:
+    """On a busy machine a trainer may be quicker than a worker is ahead of it, but not each time."""
+    for _ in range(10):
+        show(kind)
+
+
 @pytest.mark.parametrize("ability", ABILITIES)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_kind_can_what_it_is_not_denied_and_nothing_else(kind: Kind, ability: str) -> None:
@@ -130,7 +136,7 @@ def test_a_kind_can_what_it_is_not_denied_and_nothing_else(kind: Kind, ability: 
         ABILITIES[ability](kind)
         return
     with pytest.raises((AssertionError, RuntimeError, TypeError, ValueError, AttributeError)):
-        ABILITIES[ability](kind)
+        several_times(ABILITIES[ability], kind)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

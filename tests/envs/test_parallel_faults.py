@@ -383,8 +383,10 @@ class Raised(BaseException):
     """By a handler of the user's."""
 
 
-def go_on(env: EnvBase, seed: int) -> None:
-    """For ever, in all the ways there are."""
+def go_on(env: EnvBase, seed: int, alarm_s: float | None = None) -> None:
+    """For ever, in all the ways there are; until an alarm, which comes again and again, or one that is set already."""
+    if alarm_s is not None:
+        signal.setitimer(signal.ITIMER_REAL, alarm_s, AGAIN_S)
     while True:
         env.set_seed(seed)
         env.step(env.rand_action(env.reset()))
@@ -399,9 +401,8 @@ def test_other_handlers_that_raise_leave_it_usable_or_closed() -> None:
     env = ParallelEnv(2, partial(CountingGymEnv, lengths=10**9))
     try:
         for number in range(40):
-            signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.0002 * number, AGAIN_S)
             with pytest.raises(Raised):
-                go_on(env, number)
+                go_on(env, number, 0.002 + 0.0002 * number)
             signal.setitimer(signal.ITIMER_REAL, 0)
             try:
                 assert env.step(env.rand_action(env.reset()))["next", "observation"][:, 2].tolist() == [1, 1]

@@ -361,3 +361,31 @@ def test_torchrl_is_not_imported_for_others() -> None:
         "assert not any(name.startswith('torchrl') for name in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def wide_lstm() -> Any:
+    """Too much for arrays: it is called."""
+    memory = peer.LSTMModule(input_size=4, hidden_size=1500, in_key="observation", out_key="seen")
+    return TensorDictSequential(memory, TensorDictModule(nn.Linear(1500, 2), ["seen"], ["action"]))
+
+
+def truncated_by_a_parameter() -> Any:
+    net = nn.Sequential(nn.Linear(3, 2), NormalParamExtractor())
+    ends = {"low": torch.tensor([-2.0]), "high": nn.Parameter(torch.tensor([2.0]))}
+    return peer.ProbabilisticActor(
+        TensorDictModule(net, ["observation"], ["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        distribution_class=peer.TruncatedNormal,
+        distribution_kwargs=ends,
+        return_log_prob=True,
+    )
+
+
+@pytest.mark.parametrize(("make", "name"), [(wide_lstm, "CartPole-v1"), (truncated_by_a_parameter, "Pendulum-v1")])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_no_batch_has_gradients(make: Callable[[], Any], name: str, steps: int) -> None:
+    """Nor one of those after the second, from which on a plan is only taken up again."""
+    collector = Collector(GymEnv(name), make(), frames_per_batch=steps)
+    for _ in range(4):
+        assert not any(value.requires_grad for value in collector.next().values(True, True))
+    collector.shutdown()

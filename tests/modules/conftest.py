@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import policy_zoo as zoo
 import pytest
 import torch
 
@@ -18,3 +19,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=[True, False], ids=["", "no torch in the env"])
+def beside_any_env(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside an env that runs no torch, policies that run none either act without torch's switches being set."""
+    monkeypatch.setattr(zoo.WaveEnv, "runs_torch", request.param)

@@ -215,11 +215,14 @@ def test_which_envs_may_run_torch() -> None:
 
     patched = gym.make("CartPole-v1")
     patched.unwrapped.step = lambda action: None  # type: ignore[method-assign]
+    limited = gym.make("CartPole-v1")
+    limited.step = lambda action: None  # type: ignore[method-assign, assignment, return-value]
     assert not GymEnv("CartPole-v1").runs_torch
     assert not GymEnv("CartPole-v1", num_envs=2).runs_torch
     assert not GymEnv(gym.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point")).runs_torch
     assert GymEnv(gym.make_vec("CartPole-v1", 2, vectorization_mode="sync")).runs_torch
     assert GymEnv(patched).runs_torch
+    assert GymEnv(limited).runs_torch
     assert Own("CartPole-v1").runs_torch
     assert SerialEnv(2, [lambda: GymEnv("CartPole-v1"), lambda: Own("CartPole-v1")]).runs_torch
     assert WaveEnv(observation_space=VECTOR, lengths=[7]).runs_torch

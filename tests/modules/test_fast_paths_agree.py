@@ -12,6 +12,8 @@ from swath.collectors import Collector
 from swath.modules import ExplorationType, as_policy, set_exploration_type
 from swath.rollout.loop import LoopSettings, RolloutLoop
 
+pytestmark = pytest.mark.usefixtures("beside_any_env")
+
 # Of squashed normals the module estimates the mean from samples, of categoricals it gives NaN.
 NO_MEAN = {name for name in zoo.STOCHASTIC if name.startswith(("tanh", "categorical"))} | {"one-hot of tensordict"}
 ESTIMATED = {"moved normal", "stretched normal"}  # also where a deterministic value is asked for, which they have not

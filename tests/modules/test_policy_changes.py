@@ -9,11 +9,20 @@ import policy_zoo as zoo
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import InteractionType, NormalParamExtractor, TensorDictParams
+from tensordict.nn import (
+    InteractionType,
+    NormalParamExtractor,
+    TensorDictModule,
+    TensorDictParams,
+    TensorDictSequential,
+)
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from swath.collectors import Collector
+from swath.envs import GymEnv
+
+pytestmark = pytest.mark.usefixtures("beside_any_env")
 
 # -- weights ---------------------------------------------------------------------------------------------------------
 
@@ -277,8 +286,9 @@ def test_the_ends_of_a_tanh_normal_may_be_moved(holder: Any) -> None:
 # -- train and eval ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(30)], ids=["dropout", "batch norm"])
-def test_layers_follow_train_and_eval(layer: nn.Module) -> None:
+@pytest.mark.parametrize("make", [lambda: nn.Dropout(0.5), lambda: nn.BatchNorm1d(30)], ids=["dropout", "batch norm"])
+def test_layers_follow_train_and_eval(make: Callable[[], nn.Module]) -> None:
+    layer = make()
     policy = zoo.module(nn.Sequential(nn.Linear(zoo.SIZE, 30), layer, nn.Linear(30, zoo.CHOICES)))
     collector = Collector(zoo.WaveEnv(), policy, frames_per_batch=18)
     for is_training in (True, False, True):
@@ -302,3 +312,28 @@ def test_a_network_of_another_precision_is_refused_by_the_module_itself() -> Non
     policy.double()
     with pytest.raises(RuntimeError, match="dtype"):
         collector.next()
+
+
+def test_parts_that_change_places() -> None:
+    """Both write the action: the last one decides."""
+    parts = {name: TensorDictModule(nn.Linear(4, 2), ["observation"], ["action"]) for name in ("one", "two")}
+    policy = TensorDictSequential(parts)
+    with Collector(GymEnv("CartPole-v1"), policy, frames_per_batch=1) as collector:
+        for last in ("two", "one", "two"):
+            policy.module[last] = policy.module.pop(last)
+            for _ in range(3):
+                batch = collector.next()
+                expected = parts[last].module(batch["observation"])
+                torch.testing.assert_close(batch["action"], expected.detach())
+
+
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda net: torch.jit.trace(net, torch.zeros(1, 4))])
+def test_networks_of_torchscript_are_called(compiled: Callable[[nn.Module], Any]) -> None:
+    net = nn.Linear(4, 2)
+    policy = TensorDictModule(compiled(net), ["observation"], ["action"])
+    with Collector(GymEnv("CartPole-v1"), policy, frames_per_batch=3) as collector:
+        for _ in range(3):
+            batch = collector.next()
+            torch.testing.assert_close(batch["action"], net(batch["observation"]).detach())
+            with torch.no_grad():
+                net.weight.add_(1.0)

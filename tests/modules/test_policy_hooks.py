@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from swath.collectors import Collector
 from swath.errors import PolicyError
 
+pytestmark = pytest.mark.usefixtures("beside_any_env")
+
 
 class Counter:
     """A hook that counts its calls, and lets be what it sees, or puts something in its place."""

@@ -25,6 +25,8 @@ from swath.envs import Leaf, Rows
 from swath.errors import PolicyError
 from swath.modules.called import TensorDictStage
 
+pytestmark = pytest.mark.usefixtures("beside_any_env")
+
 
 def by_keyword(*, left: Tensor, right: Tensor) -> Tensor:
     return left[..., : zoo.CHOICES] * 2 - right[..., :1]
@@ -437,3 +439,22 @@ def test_what_a_policy_writes_need_not_be_contiguous() -> None:
 
     batch = zoo.collect(TensorDictModule(act, ["observation"], ["action", "double"]), zoo.WaveEnv(lengths=[4] * 5))
     assert torch.equal(batch["double"], batch["observation"] * 2)
+
+
+@pytest.mark.parametrize("flag", ["done", "terminated", "truncated"])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_policy_that_writes_a_flag_loses_nothing_else(flag: str, steps: int) -> None:
+    """No root is ever done, whatever it writes there."""
+
+    def act(observation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        lanes = len(observation)
+        return torch.ones(lanes, dtype=torch.int64), torch.ones(lanes, 1, dtype=torch.bool), torch.full((lanes, 1), 7.0)
+
+    policy = TensorDictModule(act, ["observation"], ["action", flag, "extra"])
+    collector = zoo.begun(policy, frames_per_batch=3 * steps)
+    for _ in range(3):
+        batch = collector.next()
+        assert batch["action"].eq(1).all()
+        assert batch["extra"].eq(7).all()
+        assert not batch[flag].any()
+    collector.shutdown()

@@ -78,7 +78,7 @@ class Play:
                 for key in recorded:
                     columns[key][lanes, times] = outputs.flat(key)[lanes]
             seen = {key: self.seen[key] for key in self.seen if key not in columns}
-            valid = steps if isinstance(steps, int) else np.arange(STEPS) < steps[:, None]
+            valid = (slice(None), slice(steps)) if isinstance(steps, int) else np.arange(STEPS) < steps[:, None]
             runner.finish({key: column.numpy() for key, column in {**seen, **columns}.items()}, valid)
         return columns
 

@@ -6,13 +6,16 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from interrupting import at_every_instruction
 from tensordict import TensorDictBase
 
 from swath.collectors import Collector
 from swath.envs import GymEnv, SerialEnv
+from swath.envs.utils import exploration_type
 from swath.errors import ClosedError, NotANumberWarning, ShapeError
 from swath.rollout.stats import RECENT_EPISODES
 from swath.testing import CountingEnv, CountingGymEnv, FaultyError, FaultyGymEnv
@@ -241,10 +244,27 @@ def test_nan_is_told_once_with_key_and_lane(fault: str, key: str, options: dict[
     assert collector.stats()["frames"] == 200
 
 
-def test_nan_in_the_first_observation_of_an_episode_is_told() -> None:
+@pytest.mark.parametrize("steps", [1, 2, 10])
+@pytest.mark.parametrize("options", [{}, {"compact_obs": True}, {"set_truncated": True}], ids=str)
+def test_nan_in_the_first_observation_of_an_episode_is_told(steps: int, options: dict[str, Any]) -> None:
+    """Whether the episode begins in the middle of a batch or with it."""
     env, _ = with_fault(lane=2, fault="nan", where="reset", at=2)
     with pytest.warns(NotANumberWarning, match="lane 2"):
-        list(Collector(env, None, frames_per_batch=30, total_frames=60))
+        list(Collector(env, None, frames_per_batch=3 * steps, total_frames=60, **options))
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_nan_in_the_first_observation_after_a_reset_by_hand_is_told(steps: int) -> None:
+    env, _ = with_fault(lane=2, fault="nan", where="reset", at=2, lengths=100)
+    collector = Collector(env, None, frames_per_batch=3 * steps)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        collector.next()
+        collector.next()
+        collector.reset()
+    with pytest.warns(NotANumberWarning, match="lane 2"):
+        collector.next()
+    collector.shutdown()
 
 
 def test_nan_in_two_keys_is_told_for_each() -> None:
@@ -286,3 +306,46 @@ def test_a_wrong_observation_is_an_error(fault: str, error: Any, told: str | Non
     if HAS_NOTES:
         assert "lane 1" in str(caught.value) + notes(caught.value)
     assert_is_shut_down(collector, envs)
+
+
+def test_an_interrupt_at_any_instruction_leaves_gradients_and_exploration_as_they_were() -> None:
+    made: list[Collector] = []
+
+    def make() -> None:
+        made[:] = [Collector(GymEnv(CountingGymEnv(0, lengths=5)), torch.nn.Linear(3, 2), frames_per_batch=1)]
+        made[0].next()
+
+    def check() -> None:
+        assert torch.is_grad_enabled()
+        assert exploration_type() is before
+        made[0].shutdown()
+        make()
+
+    before = exploration_type()
+    make()
+    assert at_every_instruction(lambda: made[0].next(), check) > 150
+    made[0].shutdown()
+
+
+class Looking(gym.Wrapper[Any, Any, Any, Any]):
+    """Has observations made by a network, which it did not have when it was given to the collector."""
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self.net, self.inner = torch.nn.Linear(4, 4), env.unwrapped.reset
+
+    def seen(self, **options: Any) -> Any:
+        observation, info = self.inner(**options)
+        return self.net(torch.as_tensor(observation)).numpy(), info
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_code_of_an_env_runs_without_gradients_whatever_it_is_replaced_by(steps: int) -> None:
+    env = gym.make("CartPole-v1", disable_env_checker=True)
+    with Collector(GymEnv(env), torch.nn.Linear(4, 2), frames_per_batch=steps) as collector:
+        for _ in range(4):
+            collector.next()
+        env.unwrapped.reset = Looking(env).seen  # type: ignore[method-assign]
+        episodes = collector.stats()["episodes"]
+        while collector.stats()["episodes"] < episodes + 3:
+            assert not collector.next()["observation"].requires_grad

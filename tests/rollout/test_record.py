@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from swath.envs.rows import Leaf, Rows
 from swath.rollout import record
-from swath.rollout.record import copies_of
+from swath.rollout.record import copies_of, joined
 from swath.runtime.columns import Columns
 
 DTYPES = [torch.bool, torch.uint8, torch.float32, torch.int64, torch.float64]
@@ -21,9 +21,16 @@ def numbered(array: np.ndarray, t: int) -> np.ndarray:
     return (values % 2 if array.dtype == bool else values).astype(array.dtype)
 
 
-def recorded(rows: Rows, columns: dict[str, np.ndarray], steps: int, made: int, pieces: list[np.ndarray | None]) -> int:
+def recorded(
+    rows: Rows,
+    columns: dict[str, np.ndarray],
+    steps: int,
+    made: int,
+    pieces: list[np.ndarray | None],
+    whole: np.ndarray | None = None,
+) -> int:
     """Fill `columns` with `made` of `steps` steps; how many copies that takes in each."""
-    copies, layouts = copies_of([(columns[key], rows.arrays[key]) for key in columns], steps, pieces)
+    copies, layouts = copies_of([(columns[key], rows.arrays[key]) for key in columns], steps, pieces, whole)
     for t in range(made):
         for array in rows.arrays.values():
             array[...] = numbered(array, t)
@@ -59,6 +66,49 @@ def test_all_steps_get_to_their_columns(
     }
     made = data.draw(st.integers(0, steps))
     recorded(rows, columns, steps, made, [rows.piece] if is_one_piece else [])
+
+
+@given(st.lists(LEAVES, min_size=1, max_size=6), st.integers(1, 5), st.data())
+def test_one_step_gets_to_its_columns_and_nowhere_else(leaves: list[Leaf], lanes: int, data: st.DataObject) -> None:
+    """Whatever lies between the columns that are written, and in whichever order."""
+    named = {f"e{i}": leaf for i, leaf in enumerate(leaves)}
+    rows = Rows(named, (lanes,))
+    others = {f"other{i}": leaf for i, leaf in enumerate(data.draw(st.lists(LEAVES, max_size=3)))}
+    order = data.draw(st.permutations([*named, *others]))
+    slot = Columns({key: (named | others)[key] for key in order}, (lanes, 1))
+    wanted = [key for key in named if data.draw(st.booleans(), key)]
+    untouched = {key: tensor.numpy() for key, tensor in slot.tensors.items() if key not in wanted}
+    for array in untouched.values():
+        array[...] = numbered(array, 5)
+    recorded(rows, {key: slot.tensors[key].numpy() for key in wanted}, 1, 1, [rows.piece], slot.piece)
+    for key, array in untouched.items():
+        np.testing.assert_array_equal(array, numbered(array, 5), key)
+
+
+def test_one_step_is_one_copy_where_columns_lie_as_its_rows_do() -> None:
+    leaves = {key: Leaf((2,), torch.float32) for key in "klmn"}
+    rows, slot = Rows(leaves, (3,)), Columns(leaves, (3, 1))
+    columns = {key: tensor.numpy() for key, tensor in slot.tensors.items()}
+    assert recorded(rows, columns, 1, 1, [rows.piece], slot.piece) == 1
+    assert recorded(rows, {key: columns[key] for key in "kln"}, 1, 1, [rows.piece], slot.piece) == 2
+    turned = Columns({key: leaves[key] for key in "lknm"}, (3, 1))
+    columns = {key: tensor.numpy() for key, tensor in turned.tensors.items()}
+    assert recorded(rows, columns, 1, 1, [rows.piece], turned.piece) == 4
+
+
+@given(st.lists(LEAVES, min_size=1, max_size=6), st.integers(1, 3), st.integers(1, 4), st.data())
+def test_columns_that_are_joined_hold_what_they_do_alone(
+    leaves: list[Leaf], lanes: int, steps: int, data: st.DataObject
+) -> None:
+    slot = Columns({f"e{i}": leaf for i, leaf in enumerate(leaves)}, (lanes, steps))
+    chosen = [tensor.numpy() for tensor in slot.tensors.values() if tensor.numel() and data.draw(st.booleans())]
+    for number, column in enumerate(chosen):
+        column[...] = number + 1
+    assert slot.piece is not None
+    found = joined(chosen, slot.piece)
+    assert len(found) <= len(chosen)
+    assert sum(float(one.sum(dtype=float)) for one in found) == sum(float(one.sum(dtype=float)) for one in chosen)
+    assert sum(np.count_nonzero(one) for one in found) == sum(one.size for one in chosen)
 
 
 def test_rows_that_lie_next_to_each_other_are_one_copy() -> None:

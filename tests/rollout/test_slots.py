@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swath.rollout.slots import FEW, LOOKS, SPARE_SLOTS, Arena, Slot, batch_of
+from swath.rollout.slots import FEW, LOOKS, SPARE_SLOTS, Arena, Slot
 from swath.runtime.columns import Columns, Leaf
 
 LEAVES = {
@@ -171,7 +171,7 @@ def test_a_claimed_slot_is_not_free() -> None:
 
 
 def test_a_batch_names_its_time() -> None:
-    batch = batch_of(arena_of((3, 2)).acquire(4), LEAVES, 3)
+    batch = arena_of((3, 2)).acquire(4).batch(LEAVES, 3)
     assert batch.shape == (3, 2, 3)
     assert batch.names == [None, None, "time"]
     assert set(batch.keys(True, True)) == set(LEAVES)

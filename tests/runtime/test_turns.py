@@ -41,8 +41,7 @@ def test_a_turn_is_told_from_a_call_within_it() -> None:
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_turn_that_an_interrupt_has_torn_away_is_taken_by_the_next(elsewhere: bool) -> None:
-    turns, told = Turns(), list[bool]()
-    vars(turns)["lock"] = InterruptedLock()
+    turns, told = Turns(InterruptedLock()), list[bool]()  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt) as interrupt:
         turns.take(told.append, 1.0)
     assert not turns.is_mine
