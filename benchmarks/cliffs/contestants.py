@@ -178,12 +178,13 @@ def swath_plain(cliff: Cliff) -> Run:
 
 def _over(batches: Iterator[Any], cliff: Cliff, close: Callable[[], None]) -> Run:
     last: list[Any] = []
+    frames, has_all_frames = cliff.frames, cliff.has_all_frames
 
     def collect() -> int:
         last.clear()
         last.append(next(batches))
-        if last[0] is None or cliff.has_all_frames:
-            return cliff.frames
+        if last[0] is None or has_all_frames:
+            return frames
         mask = last[0].get(("collector", "mask"), None)
         return int(last[0].numel()) if mask is None else int(np.count_nonzero(mask.numpy()))
 
