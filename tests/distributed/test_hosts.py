@@ -68,6 +68,7 @@ def go_on(program: Program, worker: int, more: int = 5) -> None:
 def test_a_link_that_comes_back_costs_nothing() -> None:
     with hosts(3) as (here, near, far):
         trainer = start(here, near, far)
+        said = len(trainer.output())  # nodes that start slowly are warned of
         far.cut()
         time.sleep(5.0)
         stuck = batches(trainer, 1)
@@ -76,7 +77,7 @@ def test_a_link_that_comes_back_costs_nothing() -> None:
         far.restore()
         go_on(trainer, 0)
         go_on(trainer, 1)
-        assert "Warning" not in trainer.output()
+        assert "Warning" not in trainer.output()[said:]
 
 
 @pytest.mark.parametrize("fault", ["cut", "kill"])
