@@ -6,6 +6,7 @@ loops written by hand call the same network and sample on their own (see `sampli
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from tensordict.nn import (
 from torch import nn
 
 
-def mlp(inputs: int, outputs: int, hidden: int = 64) -> nn.Module:
+def mlp(inputs: int, outputs: int, hidden: int = 64, layers: int = 2) -> nn.Module:
     """obs-hidden-hidden-out with tanh."""
-    return nn.Sequential(
-        nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, outputs)
-    )
+    sizes = [inputs, *[hidden] * layers]
+    inner = [part for before, after in itertools.pairwise(sizes) for part in (nn.Linear(before, after), nn.Tanh())]
+    return nn.Sequential(*inner, nn.Linear(hidden, outputs))
 
 
 class _ToUnit(nn.Module):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks import policies
+from benchmarks.cliffs import dict_env
 from benchmarks.figures import FRAMES, Figure
 from benchmarks.workloads import Workload
 
@@ -27,8 +28,9 @@ class Cliff:
     policy: str = "actor"
     """Which of `contestants.POLICIES` acts."""
     hidden: int = 64
+    layers: int = 2
     env: str = "gym"
-    """Or "tensor", an EnvBase of the user's own in torch, or "vector", gymnasium's vectorised CartPole."""
+    """Or "tensor", an EnvBase of the user's own in torch, "vector", gymnasium's vectorised CartPole, or "dict"."""
     into: str = "batch"
     """Or "buffer": each batch is written to a replay buffer."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -48,7 +50,7 @@ class Cliff:
 
     @property
     def is_discrete(self) -> bool:
-        return self.policy not in ("tanh_normal", "independent_normal")
+        return self.policy not in ("tanh_normal", "independent_normal", "additive")
 
     @property
     def contestants(self) -> tuple[str, ...]:
@@ -58,8 +60,10 @@ class Cliff:
     @property
     def collected(self) -> Workload:
         """The same as the loop by hand knows it."""
+        if self.env == "dict":
+            return dict_env.workload(self.name, self.title, self.envs, self.frames)
         if self.is_discrete:
-            net = lambda: policies.mlp(4, 2, self.hidden)  # noqa: E731
+            net = lambda: policies.mlp(4, 2, self.hidden, self.layers)  # noqa: E731
             return Workload(self.name, self.title, "CartPole-v1", self.envs, self.frames, net)
         net = lambda: policies.mlp(3, 2, self.hidden)  # noqa: E731
         return Workload(self.name, self.title, "Pendulum-v1", self.envs, self.frames, net, 2.0)
@@ -92,6 +96,13 @@ _CLIFFS = (
     Cliff("C23", "an EnvBase of one's own in torch, 1,024 lanes", envs=1024, frames=65_536, env="tensor"),
     Cliff("C24", "gymnasium's vectorised CartPole, 256 lanes", envs=256, frames=16_384, env="vector"),
     Cliff("C25", "gymnasium's vectorised CartPole, 1,024 lanes", envs=1024, frames=65_536, env="vector"),
+    Cliff("C26", "TorchRL's LSTMModule, 16 envs", policy="lstm"),
+    Cliff("C27", "TorchRL's LSTMModule, 1 env", envs=1, frames=1000, policy="lstm"),
+    Cliff("C28", "TorchRL's AdditiveGaussianModule, 16 Pendulums", policy="additive"),
+    Cliff("C29", "TorchRL's QValueActor and EGreedyModule, 1 env", envs=1, frames=1000, policy="q_values"),
+    Cliff("C30", "the same, a batch for each step, into a buffer", envs=1, frames=1, policy="q_values", into="buffer"),
+    Cliff("C31", "images and numbers, with a network of one's own, 8 envs", 8, 512, "dict", env="dict"),
+    Cliff("C32", "16 envs, MLP 4x1024", hidden=1024, layers=4),
 )
 WORKLOADS: dict[str, Cliff] = {
     cliff.name: cliff

@@ -58,8 +58,12 @@ def build(
     seed: int = 0,
     shared: bool = False,
     sample: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
+    begun: Callable[[int], None] = lambda lane: None,
 ) -> Run:
-    """The loop; in a worker, with the network that all share and batches in shared memory."""
+    """The loop; in a worker, with the network that all share and batches in shared memory.
+
+    `begun` is called with the lane of each episode that begins.
+    """
     torch.manual_seed(seed)
     net = workload.make_net() if net is None else net
     sample = sample or Sampler(workload, net).sample
@@ -84,7 +88,11 @@ def build(
                 seen, reward[lane], ended, cut, _ = env.step(chosen[lane])
                 following[lane] = seen  # the true final observation, before any reset
                 terminated[lane], truncated[lane] = ended, cut
-                coming[lane] = env.reset()[0] if ended or cut else seen
+                if ended or cut:
+                    coming[lane] = env.reset()[0]
+                    begun(lane)
+                else:
+                    coming[lane] = seen
         return workload.frames_per_batch
 
     return Run(collect, storage.batch, net)
