@@ -15,7 +15,7 @@ import torch
 from gymnasium import spaces as gs
 from torch import Tensor
 
-from swath.envs.draw import draw
+from swath.envs.draw import drawer
 from swath.envs.rows import Index, Leaf, Rows
 from swath.errors import ShapeError, UnsupportedSpaceError, wrong_shape
 from swath.keys import ACTION, COLLECTOR, FLAGS, NEXT, OBSERVATION, PIXELS, RESET, REWARD, Key, as_path
@@ -355,11 +355,21 @@ class ActionCodec:
                 found[entry.key] = torch.as_tensor(sizes, device="cpu").expand(leaf.shape)
         return found
 
+    def drawer(
+        self, leaves: Mapping[Key, Leaf], steps: int, lanes: int
+    ) -> Callable[[torch.Generator | None], dict[Key, Tensor]]:
+        """What draws random actions for `steps` steps of `lanes` lanes, `[T, N, ...]`, encoded as `leaves` says.
+
+        It may write over those that it drew before.
+        """
+        drawers = {entry.key: drawer(entry.space, leaves[entry.key], (steps, lanes)) for entry in self.entries}
+        return lambda generator: {key: draw(generator) for key, draw in drawers.items()}
+
     def draw(
-        self, leaves: dict[Key, Leaf], steps: int, lanes: int, generator: torch.Generator | None
+        self, leaves: Mapping[Key, Leaf], steps: int, lanes: int, generator: torch.Generator | None
     ) -> dict[Key, Tensor]:
-        """Random actions for `steps` steps of `lanes` lanes, `[T, N, ...]`, encoded as `leaves` says."""
-        return {entry.key: draw(entry.space, leaves[entry.key], (steps, lanes), generator) for entry in self.entries}
+        """Such actions."""
+        return self.drawer(leaves, steps, lanes)(generator)
 
 
 _as_they_are = np.ndarray.copy

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,15 +48,18 @@ class SpecActions(ActionCodec):
             lane = lane[0]
         self._lane_spec = lane  # not the env: what the actions look like may have to travel without it
 
-    def draw(
-        self, leaves: dict[Key, Leaf], steps: int, lanes: int, generator: torch.Generator | None
-    ) -> dict[Key, Tensor]:
-        """Random actions `[T, N, ...]`."""
+    def drawer(
+        self, leaves: Mapping[Key, Leaf], steps: int, lanes: int
+    ) -> Callable[[torch.Generator | None], dict[Key, Tensor]]:
+        """What draws random actions `[T, N, ...]`."""
+        return partial(self._drawn, leaves, self._lane_spec.expand(steps, lanes))
+
+    def _drawn(self, leaves: Mapping[Key, Leaf], spec: Any, generator: torch.Generator | None) -> dict[Key, Tensor]:
         with torch.random.fork_rng(enabled=generator is not None):
             if generator is not None:
                 torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device="cpu")))
-            drawn = self._lane_spec.expand(steps, lanes).rand()
-        return {key: drawn.get(key).reshape(steps, lanes, *leaf.shape).to(leaf.dtype) for key, leaf in leaves.items()}
+            drawn = spec.rand()
+        return {key: drawn.get(key).reshape(*spec.shape, *leaf.shape).to(leaf.dtype) for key, leaf in leaves.items()}
 
 
 class TorchRLEnv(EnvBase):

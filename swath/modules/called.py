@@ -94,7 +94,7 @@ class DistributionStage(Stage):
     """Draws from a distribution that is not known: put together and asked as its module does, without the rest.
 
     One of `CHOICES` that may be `late` is only looked at when the slot is complete, for all steps at once: whether its
-    parameters can be, and how likely the samples were.
+    parameters can be, and how likely the samples were. Of a single step, the distribution that was drawn from tells.
     """
 
     def __init__(
@@ -118,12 +118,16 @@ class DistributionStage(Stage):
         """Take the settings as they are now."""
         kwargs = self._part.distribution_kwargs
         self._settings = {} if kwargs is None else dict(kwargs.items())
-        self._unchecked = {"validate_args": False, **self._settings} if self._is_late else self._settings
+        self._is_single, self._scores = self._is_late and steps == 1, tuple[Tensor, ...]()
+        is_checked = self._is_single or not self._is_late
+        self._unchecked = self._settings if is_checked else {"validate_args": False, **self._settings}
 
     def run(self, t: int) -> None:
         """Draw."""
-        for write, drawn in zip(self._writers, self._drawn(self._params), strict=True):
-            write(drawn)
+        drawn = self._drawn(self._params, with_scores=self._is_single)
+        for write, result in zip(self._writers, drawn, strict=False):
+            write(result)
+        self._scores = drawn[1:]
 
     def run_on(self, lanes: np.ndarray, times: np.ndarray) -> None:
         """Draw for some lanes."""
@@ -136,21 +140,29 @@ class DistributionStage(Stage):
 
     def finish(self, columns: Mapping[Key, Any], filled: Filled) -> None:
         """Check the parameters and compute the log-probabilities of the samples, of all steps."""
-        if self._is_late:
+        if self._is_single and self._scores:
+            for key, score in zip(self.late, self._scores, strict=True):
+                column = columns[key][:, 0]
+                column[...] = (
+                    score.view(column.shape) if isinstance(column, Tensor) else score.numpy().reshape(column.shape)
+                )
+        elif self._is_late:
             params = {name: _as_tensor(columns[key][filled]) for name, key in self._param_keys.items()}
             distribution = self._part.distribution_class(**params, **self._settings)
             for key in self.late:
                 score = distribution.log_prob(_as_tensor(columns[self._keys[0]][filled]))
                 columns[key][filled] = score if isinstance(columns[key], Tensor) else score.numpy()
 
-    def _drawn(self, params: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    def _drawn(self, params: Mapping[str, Tensor], with_scores: bool = False) -> tuple[Tensor, ...]:
         try:
             distribution = self._part.distribution_class(**params, **self._unchecked)
             drawn = distribution.rsample() if distribution.has_rsample else distribution.sample()
         except Exception:
             self._part.distribution_class(**params, **self._settings)  # says what is wrong with the parameters
             raise
-        return (drawn,) if len(self._writers) == 1 else (drawn, distribution.log_prob(drawn))
+        if len(self._writers if not with_scores else self._keys) == 1:
+            return (drawn,)
+        return drawn, distribution.log_prob(drawn)
 
 
 class TensorDictStage(Stage):

@@ -17,7 +17,8 @@ import dis
 import math
 import weakref
 from functools import lru_cache
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from operator import attrgetter, is_
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import tensordict
@@ -93,6 +94,7 @@ class Reading:
         """Functions, and the code that they had."""
         self._bound: list[tuple[Any, str, Any]] = []
         self._cells: list[tuple[Any, Any]] = []
+        self._kinds: set[type] = set()
         self._counts: set[str] = set()
         self._hooks = RemovableHandle.next_id
         self.counted: list[tuple[dict[str, Any], str]] = []
@@ -102,6 +104,12 @@ class Reading:
         self.keeps_nothing = self.is_librarys or self._is_harmless(what)
         self.only_reads = self.is_librarys and not any(getattr(one, "inplace", False) for one in what.modules())
         """Whether it is known to leave alone what it is given."""
+        of_objects = [one for one in self._bound if isinstance(one[0], dict)]
+        of_classes = [one for one in self._bound if not isinstance(one[0], dict)]
+        looks: list[tuple[Any, Any]] = [(dict.get, of_objects), (MappingProxyType.get, of_classes)]
+        looks += [(attrgetter("cell_contents"), self._cells), (attrgetter("__code__"), self._read.values())]
+        self._looks: list[Any] = [(look, *zip(*found, strict=True)) for look, found in looks if found]
+        """How to look at all that was read in one go: by which function, with which arguments, and what it found."""
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -114,14 +122,12 @@ class Reading:
         if not self.keeps_nothing:
             return False
         try:
-            return not (
-                all([_is_alike(space.get(name), value) for space, name, value in self._bound])
-                and all([_is_alike(cell.cell_contents, value) for cell, value in self._cells])
-                and all([function.__code__ is code for function, code in self._read.values()])
-                and all([type(space.get(name)) in NUMBERS for space, name in self.counted])
-            )
+            for look, *given, before in self._looks:
+                if not all(map(is_, map(look, *given), before)) and not all(map(_is_alike, map(look, *given), before)):
+                    return True
         except ValueError:  # a variable of a function around it has no value any more
             return True
+        return not all([type(space.get(name)) in NUMBERS for space, name in self.counted])
 
     @property
     def is_current(self) -> bool:
@@ -162,8 +168,11 @@ class Reading:
         self._nodes.append(node)
         if not all(self._may_have(node, name) for name in list(self._used)):
             return False
-        for space in (vars(node), *map(vars, type(node).__mro__)):
-            self._bound += [(space, name, space.get(name)) for name in CALLED if name in space or space is vars(node)]
+        self._bound += [(vars(node), name, vars(node).get(name)) for name in CALLED]
+        for kind in type(node).__mro__:
+            if kind not in self._kinds:
+                self._kinds.add(kind)
+                self._bound += [(vars(kind), name, vars(kind)[name]) for name in CALLED if name in vars(kind)]
         if not isinstance(node, nn.Module):
             call = vars(type(node)).get("__call__")
             return self._is_ordinary(node) and (call is None or self._is_harmless(call))

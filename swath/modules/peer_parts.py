@@ -24,11 +24,32 @@ from swath.modules.traced import trace
 class RowsStage(Stage):
     """Arithmetic on the rows of some entries, and on noise that belongs to a lane and a time index."""
 
+    needs_conditions = False
+
     def __init__(self, part: Any, rows: list[np.ndarray]) -> None:
         """Do what `part` does to `rows`; which they are is the business of each kind."""
         self._part = part
         self._rows = rows
         self._noise: list[np.ndarray] = []  # [T, N, ...]
+        self._drawn = torch.empty(0)
+        """What the noise is made of."""
+        self._spec: Any = None
+        """That of the action, as it was found in the part's, which is slow to look into."""
+        self._specs: Any = None
+
+    def _draw(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for what is drawn; where slots are alike, the same again."""
+        if self._drawn.shape != shape:
+            self._drawn = torch.empty(shape, dtype=dtype, device="cpu")
+        return self._drawn
+
+    @property
+    def _space(self) -> Any:
+        """That of the action."""
+        specs = self._part._spec
+        if specs is not self._specs:
+            self._specs, self._spec = specs, specs[self._part.action_key]
+        return self._spec.space
 
     def run(self, t: int) -> None:
         """Work on all lanes."""
@@ -56,7 +77,7 @@ class ValueChoiceStage(RowsStage):
         values, action, chosen = rows
         if action.ndim == 1:
             values.argmax(1, action)
-            chosen[:] = np.take_along_axis(values, action[:, None], 1)
+            values.max(1, chosen, keepdims=True)
         else:  # TorchRL takes all of the largest, and adds them up
             np.equal(values, values.max(1, keepdims=True), action)
             np.sum(action * values, 1, keepdims=True, out=chosen)
@@ -66,13 +87,17 @@ class EpsilonGreedyStage(RowsStage):
     """Now and then another action, any of them."""
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
-        """Draw when, and which."""
+        """Draw when, and which: one number says both, as those below epsilon are as random as all."""
         (action,) = self._rows
-        count, choices = len(action), int(self._part.spec[self._part.action_key].space.n)
-        when = torch.rand(steps, count, generator=generator, device="cpu") < float(self._part.eps)
-        which = torch.randint(choices, (steps, count), generator=generator, device="cpu")
-        others = which if action.ndim == 1 else torch.nn.functional.one_hot(which, choices)
-        self._noise = [when.numpy() if action.ndim == 1 else when.numpy()[..., None], others.numpy()]
+        choices, epsilon = int(self._space.n), float(self._part._buffers["eps"])
+        drawn = self._draw((steps, len(action)), torch.float64).uniform_(generator=generator).numpy()
+        when = drawn < epsilon
+        which = np.where(when, drawn / (epsilon or 1.0), 0.0) * choices
+        others = which.astype(np.int64)
+        if action.ndim == 1:
+            self._noise = [when, others]
+        else:
+            self._noise = [when[..., None], np.eye(choices, dtype=action.dtype)[others]]
 
     def _work(self, rows: list[np.ndarray], noise: list[np.ndarray]) -> None:
         when, others = noise
@@ -85,15 +110,17 @@ class GaussianNoiseStage(RowsStage):
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Draw the noise, and look up the bounds."""
         (action,) = self._rows
-        drawn = torch.randn(steps, *action.shape, generator=generator, device="cpu")
-        self._noise = [((drawn * self._part.std + self._part.mean) * self._part.sigma).numpy()]
-        space = self._part.spec[self._part.action_key].space
-        self._bounds = space.low.numpy(), space.high.numpy()
+        drawn = self._draw((steps, *action.shape), torch.float32).normal_(generator=generator).numpy()
+        std, mean, sigma = (self._part._buffers[name].numpy() for name in ("std", "mean", "sigma"))
+        self._noise = [(drawn * std + mean) * sigma]
+        space = self._space
+        self._low, self._high = space.low.numpy(), space.high.numpy()
 
     def _work(self, rows: list[np.ndarray], noise: list[np.ndarray]) -> None:
         (action,) = rows
         np.add(action, noise[0], action)
-        np.clip(action, *self._bounds, out=action)
+        np.maximum(action, self._low, action)
+        np.minimum(action, self._high, action)
 
 
 class ProjectionStage(RowsStage):
@@ -142,6 +169,7 @@ class RecurrentStage(Stage):
         self._step = OneStep(network)
         self._given, self._outputs = [x, *self._fresh], outputs
         self._quick = trace(self._step, self._given, outputs, is_flat=True)
+        self.needs_conditions = self._quick is None
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Fetch the parameters."""
@@ -179,6 +207,8 @@ class RecurrentStage(Stage):
 
 class IdleStage(Stage):
     """Nothing: exploration where nobody explores."""
+
+    needs_conditions = False
 
     def run(self, t: int) -> None:
         """Leave everything as it is."""

@@ -101,17 +101,20 @@ class RandomStage(Stage):
         self._codec = codec
         self._outputs = outputs
         self._leaves = {key: outputs.leaf(key) for key in codec.leaves}
+        self._steps = 0
+        """For which `_draw` does."""
         self._drawn: list[tuple[Any, Any]] = []
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Draw the actions of all steps."""
-        drawn = self._codec.draw(self._leaves, steps, self._outputs.lanes, generator)
+        if steps != self._steps:
+            self._steps, self._draw = steps, self._codec.drawer(self._leaves, steps, self._outputs.lanes)
         arrays, flat = self._outputs.arrays, self._outputs.flat
         self._drawn = [  # [N, ...], [T, N, ...]
             (arrays[key], values.numpy())
             if key in arrays
             else (writable(flat(key)), writable(values.to(flat(key).device)))
-            for key, values in drawn.items()
+            for key, values in self._draw(generator).items()
         ]
 
     def run(self, t: int) -> None:

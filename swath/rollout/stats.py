@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 RECENT_EPISODES = 100
+SMALL = 256
+"""So many frames are looked at one by one in less time than all at once."""
 
 
 @dataclass
@@ -116,17 +118,10 @@ class EpisodeMeter:
         broken: np.ndarray | None = None,
     ) -> None:
         """Count a slot `[N, T]`; `real` tells frames from idle places, and `broken` where episodes were lost."""
-        cut = done if broken is None else done | broken
-        if real is None and broken is None and done.shape[1] == 1:  # as is quicker, lane by lane
-            self.go_on(reward)
-            if ended := done.nonzero()[0].tolist():
-                every, lengths = self.returns, self.lengths
-                stats.episodes += len(ended)
-                for one in ended:
-                    stats.returns.append(every.item(one))
-                    stats.lengths.append(lengths.item(one))
-                    every[one], lengths[one] = 0.0, 0
+        if real is None and broken is None and done.size <= SMALL:
+            self._measure_one_by_one(reward, done, stats)
             return
+        cut = done if broken is None else done | broken
         if real is None and not cut.any():
             self.go_on(reward)
             return
@@ -147,3 +142,26 @@ class EpisodeMeter:
         stats.episodes += len(order)
         stats.returns.extend(returns[over][order].tolist())
         stats.lengths.extend(lengths[over][order].tolist())
+
+    def _measure_one_by_one(self, reward: np.ndarray, done: np.ndarray, stats: RolloutStats) -> None:
+        """The same for a few frames, all of them real: numpy takes longer for these than Python."""
+        lanes, ends = (found.tolist() for found in done.nonzero())
+        every, lengths = self.returns, self.lengths
+        running = {lane: (every.item(lane), lengths.item(lane)) for lane in lanes}
+        self.go_on(reward)
+        if not lanes:
+            return
+        rows, begins, over = reward.tolist(), dict.fromkeys(lanes, 0), list[tuple[int, int, float, int]]()
+        for lane, end in zip(lanes, ends, strict=True):
+            begin = begins[lane]
+            returned, length = running.pop(lane, (0.0, 0))
+            returned += sum(rows[lane][begin : end + 1])
+            over.append((end, lane, returned, length + end + 1 - begin))
+            begins[lane] = end + 1
+        lengths = self.lengths
+        for lane, begin in begins.items():
+            every[lane], lengths[lane] = sum(rows[lane][begin:]), len(rows[lane]) - begin
+        stats.episodes += len(over)
+        for _, _, returned, length in sorted(over):  # in which order they ended, lanes in order
+            stats.returns.append(returned)
+            stats.lengths.append(length)

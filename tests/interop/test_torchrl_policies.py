@@ -22,6 +22,7 @@ from torch import nn
 from swath.collectors import Collector
 from swath.envs import GymEnv, SerialEnv
 from swath.modules import ExplorationType
+from swath.modules.peer_parts import EpsilonGreedyStage
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -288,6 +289,37 @@ def test_epsilon_greedy(encoded: bool) -> None:
     assert share_of_others(collector.next()) == 0
     told = replayed(policy, batch)  # what is not explored is as it was
     assert_same(batch["chosen_action_value"], told["chosen_action_value"])
+
+
+@pytest.mark.parametrize("encoded", [True, False])
+@pytest.mark.parametrize("epsilon", [0.05, 0.6, 1.0])
+def test_random_actions_are_as_frequent_as_they_should_be(encoded: bool, epsilon: float) -> None:
+    """Each action in its share of the steps, and none depends on the one before."""
+    space, count, steps = specs.Categorical(5) if encoded else specs.OneHot(5), 40, 2000
+    action = np.zeros((count,) if encoded else (count, 5), np.int64)
+    stage = EpsilonGreedyStage(peer.EGreedyModule(space, eps_init=epsilon, eps_end=epsilon), [action])
+    stage.begin(steps, torch.Generator().manual_seed(0))
+    seen = np.empty((steps, count), np.int64)
+    for t in range(steps):
+        action[...] = 0
+        if not encoded:
+            action[:, 0] = 1
+        stage.run(t)
+        assert encoded or (action.sum(1) == 1).all()
+        seen[t] = action if encoded else action.argmax(1)
+    expected = np.full(5, epsilon / 5) + np.array([1 - epsilon, 0, 0, 0, 0])
+    for share in (np.bincount(seen.ravel(), minlength=5), np.bincount(seen[1:][seen[:-1] == 1].ravel(), minlength=5)):
+        spread = np.sqrt(expected * (1 - expected) * share.sum())
+        assert (abs(share - expected * share.sum()) < 5 * spread).all()
+
+
+@pytest.mark.parametrize("steps", [1, 20])
+def test_new_bounds_of_noisy_actions_count(steps: int) -> None:
+    policy = noisy_actor(3.0)
+    with Collector(GymEnv("Pendulum-v1"), policy, frames_per_batch=steps) as collector:
+        assert abs(torch.cat([collector.next()["action"] for _ in range(20)])).max() > 0.25
+        policy[-1].spec = specs.Composite(action=specs.Bounded(-0.25, 0.25, (1,)))
+        assert abs(torch.cat([collector.next()["action"] for _ in range(20)])).max() == 0.25
 
 
 @pytest.mark.parametrize("part", ["greedy", "gaussian"])

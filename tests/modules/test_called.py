@@ -75,15 +75,17 @@ def test_who_keeps_what_it_is_given_gets_copies_of_its_own() -> None:
 # -- distributions that are looked at when the slot is complete -------------------------------------------------------
 
 
-def _collector(policy: Any, **options: Any) -> Collector:
+def _collector(policy: Any, steps: int = 6) -> Collector:
     space = zoo.CONTINUOUS if "loc" in policy.out_keys else zoo.DISCRETE
-    return Collector(zoo.WaveEnv(space), policy, frames_per_batch=18, total_frames=36, fast_policy=False, **options)
+    frames = 3 * steps
+    return Collector(zoo.WaveEnv(space), policy, frames_per_batch=frames, total_frames=3 * frames, fast_policy=False)
 
 
+@pytest.mark.parametrize("steps", [1, 6])
 @pytest.mark.parametrize("make", [zoo.discrete, lambda: zoo.continuous(D.Normal), lambda: zoo.continuous(D.Laplace)])
-def test_log_probs_are_those_of_the_distribution(make: Any) -> None:
+def test_log_probs_are_those_of_the_distribution(make: Any, steps: int) -> None:
     policy = make()
-    collector = _collector(policy)
+    collector = _collector(policy, steps)
     for batch in collector:
         params = {key: batch[key] for key in policy[-1].in_keys}
         expected = policy[-1].distribution_class(**params).log_prob(batch["action"])
@@ -92,21 +94,23 @@ def test_log_probs_are_those_of_the_distribution(make: Any) -> None:
     assert collector.policy_stages[-1] == "DistributionStage"
 
 
-def test_seeds_decide_as_they_do_for_the_module() -> None:
-    policy = zoo.discrete()
+@pytest.mark.parametrize("steps", [1, 6])
+def test_seeds_decide_as_they_do_for_the_module(steps: int) -> None:
+    policy, frames = zoo.discrete(), 3 * steps
     actions = []
     for options in ({"fast_policy": False}, {"trust_policy": True}):
         torch.manual_seed(3)
-        collector = Collector(zoo.WaveEnv(), policy, frames_per_batch=18, total_frames=18, **options)
+        collector = Collector(zoo.WaveEnv(), policy, frames_per_batch=frames, total_frames=frames, **options)
         torch.manual_seed(3)
         actions += [batch["action"] for batch in collector]
     assert torch.equal(*actions)
 
 
+@pytest.mark.parametrize("steps", [1, 6])
 @pytest.mark.parametrize("make", [zoo.discrete, lambda: zoo.continuous(D.Normal)])
-def test_parameters_that_cannot_be_are_refused(make: Any) -> None:
+def test_parameters_that_cannot_be_are_refused(make: Any, steps: int) -> None:
     policy = make()
-    collector = _collector(policy)
+    collector = _collector(policy, steps)
     batches, env = iter(collector), collector.env
     next(batches)
     with torch.no_grad():

@@ -27,12 +27,15 @@ GREEDY = [
 ]
 
 
+@pytest.mark.parametrize("steps", [1, 6])
 @pytest.mark.parametrize("way", zoo.WAYS)
 @pytest.mark.parametrize("case", zoo.ZOO.values(), ids=zoo.ZOO.keys())
-def test_a_batch_holds_what_the_module_gives(case: zoo.Case, way: str) -> None:
+def test_a_batch_holds_what_the_module_gives(case: zoo.Case, way: str, steps: int) -> None:
     env = case.env()
     policy = as_policy(case.make(), env)
-    collector = Collector(env, policy, frames_per_batch=18, total_frames=36, **zoo.WAYS[way])
+    collector = Collector(
+        env, policy, frames_per_batch=3 * steps, total_frames=12 if steps == 1 else 36, **zoo.WAYS[way]
+    )
     for batch in collector:
         zoo.assert_agrees(policy, batch, case.tolerance)
     expected = {"fast": case.stages, "trusted": ("TensorDictStage",)}
@@ -41,14 +44,15 @@ def test_a_batch_holds_what_the_module_gives(case: zoo.Case, way: str) -> None:
     assert way == "fast" or set(zoo.stages_of(collector)) <= {"TorchStage", "DistributionStage", "TensorDictStage"}
 
 
+@pytest.mark.parametrize("steps", [1, 8])
 @pytest.mark.parametrize("batch_size", [(), (1,), (6,), (2, 3)], ids=str)
 @pytest.mark.parametrize("name", ["categorical", "one-hot of torch", "tanh-normal", "own forward", "composite"])
-def test_any_shape_of_lanes(name: str, batch_size: tuple[int, ...]) -> None:
+def test_any_shape_of_lanes(name: str, batch_size: tuple[int, ...], steps: int) -> None:
     case = zoo.ZOO[name]
     env = case.env(lengths=[4, 2, 3, 5, 1, 6][: max(1, torch.Size(batch_size).numel())], batch_size=batch_size)
     policy = as_policy(case.make(), env)
-    batch = zoo.collect(policy, env, steps=8)
-    assert batch.shape == (*batch_size, 8)
+    batch = zoo.collect(policy, env, steps=steps)
+    assert batch.shape == (*batch_size, steps)
     zoo.assert_agrees(policy, batch, case.tolerance)
 
 

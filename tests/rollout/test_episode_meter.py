@@ -1,12 +1,14 @@
 """EpisodeMeter against adding up one frame after the other."""
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swath.rollout.stats import RECENT_EPISODES, EpisodeMeter, RolloutStats
+from swath.rollout import stats as rollout_stats
+from swath.rollout.stats import RECENT_EPISODES, SMALL, EpisodeMeter, RolloutStats
 
 
 class OneByOne:
@@ -43,12 +45,14 @@ def slots(draw: Any, lanes: int, idles: bool) -> tuple[np.ndarray, np.ndarray, n
 
 
 @settings(max_examples=100, deadline=None)
-@given(data=st.data(), lanes=st.integers(1, 4), idles=st.booleans())
-def test_returns_and_lengths_are_those_added_up_one_by_one(data: Any, lanes: int, idles: bool) -> None:
+@given(data=st.data(), lanes=st.integers(1, 4), idles=st.booleans(), small=st.sampled_from([0, 8, SMALL]))
+def test_returns_and_lengths_are_those_added_up_one_by_one(data: Any, lanes: int, idles: bool, small: int) -> None:
+    """For slots that count as `small`, and for those that do not."""
     meter, plain, stats = EpisodeMeter(lanes), OneByOne(lanes), RolloutStats()
     for _ in range(data.draw(st.integers(1, 4))):
         reward, done, real = data.draw(slots(lanes, idles))
-        meter.measure(reward, done, real if idles else None, stats)
+        with mock.patch.object(rollout_stats, "SMALL", small):
+            meter.measure(reward, done, real if idles else None, stats)
         plain.measure(reward, done, real)
         if data.draw(st.booleans()):
             chosen = data.draw(st.lists(st.integers(0, lanes - 1), unique=True))
