@@ -385,7 +385,7 @@ def agrees(stage: ArrayStage, module: nn.Module, sources: list[np.ndarray], targ
     for number, source in enumerate(sources):
         # A fixed grid rather than random numbers: making a plan must not move anyone's generator.
         wave = np.sin(np.arange(source.size) * (1.7 + number)).reshape(source.shape) * 3.0
-        source[:] = wave if source.dtype != bool else wave > 0
+        source[:] = wave if source.dtype.kind == "f" else wave > 0 if source.dtype == bool else abs(wave * 9)
     try:
         with torch.no_grad():
             wanted = module(*map(torch.from_numpy, sources))

@@ -104,4 +104,4 @@ class _Reader:
         if found:
             is_constant = name.isupper() and all(map(is_setting, found))
             return is_constant or all(self.is_pure(getattr(one, "fget", one)) for one in found)
-        return name in self._functions or name in ("nn", "functional")
+        return name in self._functions or name in ("nn", "functional", "float32")

@@ -21,6 +21,9 @@ SILENT = {"dim", "size", "__get__"}
 """What torch's modules ask of a tensor before they compute. The code of users may not: see NOTE [One call for all]."""
 
 
+CONVERSIONS = ("float", "to")
+
+
 class UnknownError(Exception):
     """The network does something that is not known here."""
 
@@ -32,9 +35,11 @@ class TapeNode:
     inputs: Sequence[Any] = ()
     """Nodes and numbers."""
     bind: Callable[..., list[Operation]] | None = None
-    """The calls that compute it, given the arrays of the inputs and where to write."""
+    """The calls that compute it, given the arrays of the inputs and where to write,"""
+    live: Callable[..., list[Operation]] | None = None
+    """and, if there are others, those that use weights where they lie."""
     view: Callable[..., np.ndarray] | None = None
-    """Or how to see it in them."""
+    """Or how to see it in the inputs."""
     buffer: np.ndarray | None = None  # [N, ...]
     axis: int | None = 0
     """Which of its dimensions is that of the lanes, None if it has none. What is computed for lanes has it first."""
@@ -59,11 +64,13 @@ class Tape(TorchFunctionMode):
         self,
         module: nn.Module,
         sources: Sequence[Tensor],
+        dtype: np.dtype[Any],
         is_flat: bool,
         functions: Mapping[str, Callable[..., TapeNode | None]],
     ) -> None:
         """For a forward of `module` on `sources`; `is_flat` says that these will have one dimension of lanes.
 
+        All is computed as `dtype`: sources of another type have to be converted before anything else is done to them.
         `functions` make the node for a result, given the tape, the result, and what the function of torch was given.
         """
         super().__init__()
@@ -74,8 +81,8 @@ class Tape(TorchFunctionMode):
             if value is not None
         }
         self.is_flat, self._functions = is_flat, functions
-        self.lanes, floating = len(sources[0]), next(source for source in sources if source.is_floating_point())
-        self.dtype, self._dtypes = floating.numpy().dtype, (floating.dtype, torch.bool)
+        self.lanes, self.dtype = len(sources[0]), dtype
+        self._dtypes = (torch.from_numpy(np.empty(0, dtype)).dtype, torch.bool)
         self.inputs = [TapeNode() for _ in sources]
         self._found = {id(source): (source, node) for source, node in zip(sources, self.inputs, strict=True)}
         """Nodes by the id of their tensors, which stay alive here, so that no other takes it."""
@@ -89,9 +96,8 @@ class Tape(TorchFunctionMode):
         results, name = func(*args, **kwargs), getattr(func, "__name__", "")
         if name not in SILENT or isinstance(results, Tensor):
             build = self._functions.get(name)
-            if any(
-                isinstance(one, Tensor) and one.dtype not in self._dtypes for one in _inside((args, *kwargs.values()))
-            ):
+            given = [one for one in _inside((args, *kwargs.values())) if isinstance(one, Tensor)]
+            if name not in CONVERSIONS and any(one.dtype not in self._dtypes for one in given):
                 raise UnknownError("a number that may change")
             if build is None or (kwargs.pop("inplace", False) and self._is_seen_elsewhere(self.node_of(args[0]))):
                 raise UnknownError(func)

@@ -57,7 +57,8 @@ def _linear(tape: Tape, result: Tensor, x: Tensor, weight: Tensor, bias: Tensor 
     tape.multiplications += weight.numel()
     if tape.lanes * weight.shape[1] > MAX_IN_THREAD:
         raise UnknownError("more than is computed without threads")
-    return TapeNode([tape.rows_of(x)], bind=partial(layer.operations, is_live=False), buffer=layer.out)
+    fetched, live = (partial(layer.operations, is_live=is_live) for is_live in (False, True))
+    return TapeNode([tape.rows_of(x)], bind=fetched, live=live, buffer=layer.out)
 
 
 def _layer_norm(
@@ -189,6 +190,12 @@ def _dropout(tape: Tape, result: Tensor, x: Tensor, p: float = 0.5, training: bo
     return _same(tape, result, x)
 
 
+def _to(tape: Tape, result: Tensor, x: Tensor, dtype: Any) -> TapeNode:
+    if dtype is not torch.float32:
+        raise UnknownError("a type that is not the network's")
+    return _same(tape, result, x) if result is x else _in_place(tape, x)
+
+
 FUNCTIONS: dict[str, Callable[..., TapeNode | None]] = {
     "linear": _linear,
     "layer_norm": _layer_norm,
@@ -235,7 +242,8 @@ FUNCTIONS: dict[str, Callable[..., TapeNode | None]] = {
     "ones_like": _like(np.ones_like),
     "where": _where,
     "masked_fill": lambda tape, result, x, mask, value: _where(tape, result, mask, value, x),
-    "float": lambda tape, result, x: _same(tape, result, x) if result is x else _in_place(tape, x),
+    "float": lambda tape, result, x: _to(tape, result, x, torch.float32),
+    "to": lambda tape, result, x, dtype: _to(tape, result, x, dtype),
 }
 """By name, which is the same for functions of torch and methods of tensors."""
 
@@ -257,10 +265,6 @@ class TracedStage(ArrayStage):
         self._tape, self._results = tape, results
         super().__init__(sources, targets, tape.fetched)
 
-    def begin(self, steps: int, generator: torch.Generator | None) -> None:
-        """Fetch the parameters, always: none are used where they lie."""
-        super().begin(0, generator)
-
     def _bind(self, sources: list[np.ndarray], targets: list[np.ndarray], is_live: bool) -> list[Operation]:
         """The calls; what is a result is written straight into its target, where it is one alone."""
         values: dict[Any, np.ndarray] = dict(zip(self._tape.inputs, sources, strict=True))
@@ -279,7 +283,7 @@ class TracedStage(ArrayStage):
                 assert node.buffer is not None
                 rows = node.buffer if node.axis is None else node.buffer[: len(sources[0])]
                 values[node] = final.get(node, rows)
-                operations += node.bind(*given, values[node])
+                operations += (node.live if is_live and node.live else node.bind)(*given, values[node])
         for node, target in zip(self._results, targets, strict=True):
             if node not in final:
                 operations.append(partial(np.copyto, target, values[node]))
@@ -316,8 +320,8 @@ def traced_stage(
 
 def trace(module: nn.Module, sources: list[np.ndarray], targets: list[np.ndarray], is_flat: bool) -> TracedStage | None:
     """The same for a module of which one call shows all; `is_flat` says that it is given one dimension of lanes."""
-    floating = {array.dtype for array in (*sources, *targets) if array.dtype != bool}
-    if len(floating) != 1 or floating.pop().kind != "f":
+    floating = {array.dtype for array in targets if array.dtype != bool}
+    if len(floating) != 1 or (dtype := floating.pop()).kind != "f":
         return None
     if any(np.shares_memory(source, target) for source in sources for target in targets):
         return None
@@ -326,15 +330,17 @@ def trace(module: nn.Module, sources: list[np.ndarray], targets: list[np.ndarray
     if any(weight.device.type != "cpu" for weight in (*module.parameters(), *module.buffers())):
         return None
     try:
-        stage = _traced(module, sources, targets, is_flat)
+        stage = _traced(module, sources, targets, dtype, is_flat)
         return stage if agrees(stage, module, sources, targets) else None
     except Exception:  # whatever the network does to its tensors, and numpy does not do
         return None
 
 
-def _traced(module: nn.Module, sources: list[np.ndarray], targets: list[np.ndarray], is_flat: bool) -> TracedStage:
+def _traced(
+    module: nn.Module, sources: list[np.ndarray], targets: list[np.ndarray], dtype: np.dtype[Any], is_flat: bool
+) -> TracedStage:
     given = [torch.from_numpy(source.copy()) for source in sources]
-    tape = Tape(module, given, is_flat, FUNCTIONS)
+    tape = Tape(module, given, dtype, is_flat, FUNCTIONS)
     with torch.no_grad(), without_trace(module), tape:
         results = module(*given)
     results = results if isinstance(results, tuple) else (results,)

@@ -72,7 +72,8 @@ class WaveEnv(EnvBase):
         for number, key in enumerate(self.observation_keys):
             row = out.arrays[key]
             phase = np.arange(row.size).reshape(row.shape) + 0.7 * number
-            row[lanes] = 0.5 if self.still else np.sin(phase * 1.3 + 0.4 * self._time)[lanes]
+            wave = np.sin(phase * 1.3 + 0.4 * self._time)[lanes]
+            row[lanes] = 0.5 if self.still else wave if row.dtype.kind == "f" else abs(40 * wave)
 
     def reset_into(self, lanes: Sequence[int], out: Rows) -> None:
         self._time += 1

@@ -8,6 +8,7 @@ import numpy as np
 import policy_zoo as zoo
 import pytest
 import torch
+from gymnasium import spaces as gs
 from tensordict.nn import (
     AddStateIndependentNormalScale,
     NormalParamExtractor,
@@ -20,6 +21,7 @@ from torch import distributions as D
 from torch.nn import functional as F
 from torch.nn.functional import relu
 
+from swath.collectors import Collector
 from swath.modules import as_policy
 
 LOG_STD_MIN, LOG_STD_MAX = -5, 2
@@ -259,6 +261,51 @@ def test_a_network_that_may_do_something_else_is_called(name: str) -> None:
     calls = getattr(collector.policy.module, "calls", 0)
     collector.next()
     assert getattr(collector.policy.module, "calls", 0) - calls == (6 if name == "Counting" else 0)
+
+
+class Converting(Net):
+    """Takes numbers of any type, as simulators give them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float()
+        return self.out(torch.tanh(self.one(x / 3.0)))
+
+
+class ConvertingTo(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.one(x.to(torch.float32))))
+
+
+class ConvertingByName(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.one(x.to(dtype=torch.float32))))
+
+
+class ConvertingLate(Net):
+    """Computes as whatever it is given at first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.one((x + x / 3).float())))
+
+
+@pytest.mark.parametrize("steps", [1, 6])
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int64, np.uint8, np.float32])
+@pytest.mark.parametrize("kind", [Converting, ConvertingTo, ConvertingByName, ConvertingLate])
+def test_observations_of_other_types_are_converted(kind: type[Net], dtype: Any, lanes: int, steps: int) -> None:
+    space = gs.Box(0, 50, (zoo.SIZE,), dtype)
+    env, net = zoo.WaveEnv(observation_space=space, lengths=[5, 3, 7][:lanes]), kind()
+    policy = TensorDictModule(net, in_keys=["observation"], out_keys=["action"])
+    with Collector(env, policy, frames_per_batch=lanes * steps) as collector:
+        for _ in range(4):
+            batch = collector.next()
+            assert batch["observation"].dtype == torch.as_tensor(np.zeros(1, dtype)).dtype
+            with torch.no_grad():
+                torch.testing.assert_close(batch["action"], net(batch["observation"]))
+                net.one.weight.add_(0.5)
+                net.out.bias.add_(0.5)
+        is_known = kind is not ConvertingLate or dtype is np.float32
+        assert collector.policy_stages == ["TracedStage" if is_known else "TorchStage"]
 
 
 def test_a_layer_that_does_more_is_no_layer() -> None:
