@@ -53,6 +53,8 @@ class Lanes:
         """Whether anything is carried from step to step beside what the env writes."""
         self.have_begun = False
         """Whether some episode has begun that no complete slot has the first observation of."""
+        self._spare = 0
+        """In so many steps, and perhaps in more, no episode reaches the limit: a step need not look at all of them."""
         self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._is_init: torch.Tensor | None = None
         """What the policy reads to know where episodes begin."""
@@ -68,9 +70,15 @@ class Lanes:
 
     def cut(self) -> bool:
         """Grow older by one step, and truncate the episodes that reach the limit. Return whether there are any."""
+        if self._spare > 0:
+            self._spare -= 1  # first: an interrupt may come between
+            self._ages += 1
+            return False
         over = self.at_limit
         assert over is not None
+        assert self.limit is not None
         self._ages += 1
+        self._spare = self.limit - 1 - int(self._ages.max())
         if not over.any():
             return False
         truncated = self.out.tensors[TRUNCATED]
@@ -86,6 +94,7 @@ class Lanes:
         """Some lanes have stepped: grow older, and truncate what reaches the limit. See `cut`."""
         if (over := self.at_limit) is not None:
             self._ages[rows] += 1
+            self._spare = 0
             self.out.arrays[TRUNCATED][rows, 0] |= over[rows]
 
     def go_on(self, finished: bool) -> float:
