@@ -44,5 +44,8 @@ def is_gymnasiums(env: Any) -> bool:
     """Whether `env` is one of those that come with gymnasium, as `gym.make` makes it, and steps as these do."""
     while (known := STEPS.get(type(env))) is not None and getattr(env.step, "__func__", None) is known:
         env = env.env
-    is_known = type(env).__module__.startswith("gymnasium.envs.")
-    return is_known and getattr(env.step, "__func__", None) is type(env).step
+    step = getattr(env.step, "__func__", None)
+    if step is not type(env).step or not type(env).__module__.startswith("gymnasium.envs."):
+        return False
+    home = getattr(step, "__globals__", {}).get("__name__", "")
+    return str(home).startswith("gymnasium.envs.")  # it was not put there by somebody else

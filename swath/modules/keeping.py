@@ -195,8 +195,8 @@ class Reading:
     def _is_ordinary(self, node: Any) -> bool:
         """Whether its own classes are not called by torch or Python in other ways than those that are read."""
         kinds = [kind for kind in type(node).__mro__ if kind is not object]
-        foreign = [kind for kind in kinds if not _is_librarys(kind)]
-        others = [kind for kind in kinds if _is_librarys(kind)]
+        foreign = [kind for kind in kinds if not is_librarys(kind)]
+        others = [kind for kind in kinds if is_librarys(kind)]
         if not foreign and not _is_torchs(node):
             return False
         if any(not issubclass(kind, nn.Module) or issubclass(kind, HOLDING) for kind in others):
@@ -233,12 +233,12 @@ class Reading:
         if name in self._counts and name in own:
             self.counted.append((own, name))
             return type(own[name]) in NUMBERS
-        if name in own or not _is_librarys(type(node)):
+        if name in own or not is_librarys(type(node)):
             self._bound.append((own, name, own.get(name)))
             if not self._is_harmless(own.get(name)):
                 return False
         for kind in type(node).__mro__:
-            if name in vars(kind) and not _is_librarys(kind):
+            if name in vars(kind) and not is_librarys(kind):
                 value = vars(kind)[name]
                 self._bound.append((vars(kind), name, value))
                 if not self._is_harmless(
@@ -368,14 +368,14 @@ def _has(node: Any, name: str) -> bool:
     """Whether `node` or one of its own classes has something called `name`."""
     if name in vars(node) or (isinstance(node, nn.Module) and _holds(node, name)):
         return True
-    return any(name in vars(kind) for kind in type(node).__mro__ if not _is_librarys(kind))
+    return any(name in vars(kind) for kind in type(node).__mro__ if not is_librarys(kind))
 
 
 def _holds(module: nn.Module, name: str) -> bool:
     return name in module._modules or name in module._parameters or name in module._buffers
 
 
-def _is_librarys(kind: Any) -> bool:
+def is_librarys(kind: Any) -> bool:
     """Whether a class is Python's, torch's or tensordict's."""
     return (kind.__module__ or "").partition(".")[0] in (
         "torch",

@@ -31,7 +31,7 @@ class RowsStage(Stage):
         self._part = part
         self._rows = rows
         self._noise: list[np.ndarray] = []  # [T, N, ...]
-        self._drawn = torch.empty(0)
+        self._drawn = torch.empty(0, device="cpu")
         """What the noise is made of."""
         self._spec: Any = None
         """That of the action, as it was found in the part's, which is slow to look into."""

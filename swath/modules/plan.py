@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from swath.modules.called import DistributionStage, TensorDictStage, TorchStage
 from swath.modules.composite import composite_stage
 from swath.modules.exploration import acting_type
 from swath.modules.families import draws_once, params_of, sampling_stage
-from swath.modules.keeping import Reading, has_numbers_alone
+from swath.modules.keeping import Reading, has_numbers_alone, is_librarys
 from swath.modules.mlp import mlp_stage
 from swath.modules.parts import Writes, acts_as, are_same, declared_by, overlap, parts_of
 from swath.modules.peer_parts import is_kept_safe, peer_stage, projection_stage
@@ -271,6 +272,15 @@ class Composition:
         inner += [own[name] for own in self._attributes for name in ("_forward_hooks", "_forward_pre_hooks")]
         self._empty: list[Any] = [own for own in (*inner, *given) if isinstance(own, dict) and not own]
         """and where some may come that makes a difference."""
+        self._users = [module for module in modules if _is_users(type(module))]
+        self._sizes = [len(vars(module)) for module in self._users]
+        """Modules with code of their own, and how many attributes they have: one more may hide one of their class,"""
+        self._kinds = list(map(type, self._users))
+        classes = [kind for own in self._kinds for kind in own.__mro__ if _is_users(kind)]
+        pairs = [(vars(kind), name) for kind in dict.fromkeys(classes) for name in vars(kind) if _is_read(kind, name)]
+        self._spaces, self._class_names = [space for space, _ in pairs], [name for _, name in pairs]
+        self._class_values = list(map(MappingProxyType.get, self._spaces, self._class_names))
+        """which may have others in their place, too."""
         self._switched = [module for module in modules if hasattr(type(module), "recurrent_mode")]
         """TorchRL's modules, which a context may switch over."""
         settings = [pair for module in modules for pair in _settings_of(module)]
@@ -304,11 +314,23 @@ class Composition:
         ]
 
     @property
+    def _has_other_code(self) -> bool:
+        """Whether modules with code of their own have become others, or something of their classes has."""
+        if not all(map(is_, map(type, self._users), self._kinds)):
+            return True
+        if list(map(len, map(vars, self._users))) != self._sizes:
+            return True
+        found = map(MappingProxyType.get, self._spaces, self._class_names)
+        return not all(map(is_, found, self._class_values))
+
+    @property
     def has_changed(self) -> bool:
         """Whether it is made of something else by now."""
         if list(map(list, self._full)) != self._order or any(self._empty):
             return True
         if not all(map(is_, map(dict.get, self._held_by, self._names), self._held)):
+            return True
+        if self._users and self._has_other_code:
             return True
         if self._has_additions or RemovableHandle.next_id != self._hooks:  # which may also go
             hooks = RemovableHandle.next_id
@@ -353,6 +375,17 @@ def _settings_of(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 def _is_torchs(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.")
+
+
+def _is_users(kind: type) -> bool:
+    """Whether a class is none that comes with a library, and so stays as it is."""
+    return not is_librarys(kind) and not kind.__module__.startswith(("torchrl.", "swath."))
+
+
+def _is_read(kind: type, name: str) -> bool:
+    """Whether a traced forward may depend on what a class of the user's has under a name."""
+    value = vars(kind)[name]
+    return isinstance(value, FunctionType | property) or (name.isupper() and is_setting(value))
 
 
 def _inside(part: Any) -> list[nn.Module]:

@@ -147,7 +147,7 @@ class PolicyRunner:
         self.around_slot: CallContext | None = None
         """and what has to be entered then before it acts."""
         self._is_bare = False
-        """Whether nothing has to hold in this thread for the stages that were bound last to act."""
+        """Whether nobody looks at the way to explore while the stages that were bound last act."""
         self._active: list[Stage] = []
         self._acting: list[Stage] = []
         self._recorded: list[Key] = []
@@ -194,7 +194,7 @@ class PolicyRunner:
         return self._recorded
 
     def goes_on(self, random: bool, kind: ExplorationType | None) -> bool:
-        """Whether the stages that acted last do so again, and nothing has to hold while they do."""
+        """Whether the stages that acted last do so again, and nobody looks at the way to explore while they do."""
         known = self._composition
         if random or not self._is_bare or self._acting is not self._plan or known is None:
             return False

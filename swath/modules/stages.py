@@ -59,7 +59,7 @@ class Stage:
     """Whether what it calls leaves alone what it is given, and does not keep it, so that it need not get copies."""
 
     needs_conditions = True
-    """Whether gradients have to be off while it acts, and the way to explore has to be set: not for mere arithmetic."""
+    """Whether the way to explore has to be set while it acts, as for what is called: not for mere arithmetic."""
 
     infers = False
     """Whether it runs in inference mode: torch is quicker there, but no tensor of this can be trained with later."""

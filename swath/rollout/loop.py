@@ -101,10 +101,6 @@ class Receipt(NamedTuple):
         return Receipt(steps, frames, receipts[-1].version, receipts[0].begin, total=receipts[-1].total)
 
 
-new_receipt: Callable[[tuple[object, ...]], Receipt] = partial(tuple.__new__, Receipt)
-"""Makes one without the Python function that a NamedTuple has for that."""
-
-
 class Bound(NamedTuple):
     """What a loop remembers of a slot that it fills."""
 
@@ -189,7 +185,8 @@ class RolloutLoop:
     def _collect(self, slot: Slot, random: bool) -> Receipt:
         begun, policy, kind = perf_counter(), self.policy, self.settings.exploration
         self._acting, self.was_stopped = self.version, False
-        # An interruptor may be a user's own code, and so may parts of any env.
+        # Where nobody looks at the way to explore, it is not set: that takes longer than to switch gradients off, which
+        # parts of an env may rely on. An interruptor may be a user's own code.
         if self.settings.interruptor is None and policy.goes_on(random, kind):
             had_grad = torch.is_grad_enabled()
             try:
@@ -334,7 +331,7 @@ class RolloutLoop:
                 break
         begun = self.steps
         self.steps = begun + steps
-        return new_receipt((steps, frames, self._acting, begun, None, stats.frames))
+        return Receipt(steps, frames, self._acting, begun, None, stats.frames)
 
     def _mark_ends(self, slot: Slot, steps: int, rewards: np.ndarray) -> int:
         """Write where episodes have ended, and the ids on either side; count these, and the frames."""

@@ -18,8 +18,6 @@ from swath.rollout.record import joined
 from swath.rollout.slots import Slot
 from swath.runtime.columns import Leaf
 
-SMALL = 4096
-"""So many numbers, and more, are multiplied in this thread; see NOTE [BLAS threads]."""
 Looks = list[Callable[[], Any]]
 """What gives NaN if there is any."""
 
@@ -65,8 +63,9 @@ def _looks(slot: Slot, steps: int, names: Iterable[Key]) -> Looks:
     columns = [slot.columns[name][:, :steps] for name in names]
     if slot.memory.piece is not None and steps == slot.steps:
         columns = joined(columns, slot.memory.piece)
+    # The smallest, which is NaN if any is: quick, and numpy has nothing to say about large numbers.
     flat = [column.reshape(-1) for column in columns]
-    return [partial(numbers.dot, numbers) if len(numbers) <= SMALL else numbers.min for numbers in flat]
+    return [partial(np.minimum.reduce, one) if isinstance(one, np.ndarray) else one.min for one in flat]
 
 
 def _may_be_nan(leaf: Leaf) -> bool:

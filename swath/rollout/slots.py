@@ -99,6 +99,19 @@ class Slot:
         """Whether there is no claim to it, and nothing of the last delivery is held."""
         return list(map(getrefcount, self._holders)) == self._unheld
 
+    @property
+    def is_mostly_let_go(self) -> bool:
+        """Whether only a small part of the last delivery is held, so that without the slot most memory would be free.
+
+        Not so where all entries lie in one piece of memory, or if there is a claim to it.
+        """
+        counts = list(map(getrefcount, self._holders))
+        if self.memory.block is not None or counts[0] != self._unheld[0]:
+            return False
+        sizes = [array.nbytes for array in self._shaped.values()]
+        held = [size for size, now, unheld in zip(sizes, counts[1:], self._unheld[1:], strict=True) if now != unheld]
+        return bool(2 * sum(held) < sum(sizes))
+
     def retire_if_held(self) -> None:
         """Let it not be used again if somebody has it, where its memory is the same in a fork; in any thread."""
         if self.is_shared and not self.is_free:
@@ -169,7 +182,8 @@ class Arena:
 
     A consumer may keep any number of batches, but a process may only have so many descriptors. So, where there are
     many slots in shared memory, or little is left of what the process may have, the descriptor of one that is
-    delivered is closed, and it is not used again.
+    delivered is closed, and it is not used again. One that keeps a small part of many batches shall not keep the
+    memory of all of them: from a few on, such slots are given up.
     """
 
     def __init__(self, allocate: Callable[[int], Columns], batch_size: Iterable[int]) -> None:
@@ -193,10 +207,11 @@ class Arena:
                 in_use.rotate(-1)
                 if slot.steps == steps and not slot.is_retired and slot.is_free:
                     return slot
-        for _ in range(min(LOOKS, len(self._in_use))):
-            slot = self._in_use.popleft()
+        for _ in range(min(LOOKS, len(in_use))):
+            slot = in_use.popleft()
             if not slot.is_free:
-                self._in_use.append(slot)
+                if len(in_use) < FEW or not slot.is_mostly_let_go:  # else whoever holds the rest keeps that alone
+                    in_use.append(slot)
             elif not slot.is_retired:
                 self._free.append(slot)
         found = next((slot for slot in self._free if slot.steps == steps), None)
@@ -206,7 +221,7 @@ class Arena:
         else:
             self._free.remove(found)
         del self._free[SPARE_SLOTS:]
-        self._in_use.append(found)
+        in_use.append(found)
         return found
 
     def delivered(self, slot: Slot) -> None:

@@ -22,8 +22,11 @@ from swath.runtime.memory import Block, MemoryBlock, PrivateBlock, line_aligned
 
 PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Stand-ins, by size, for types that numpy does not know, or that torch can do little with."""
-MAX_BLOCK = 1_048_576
-"""Private columns with more bytes in all lie apart: whoever keeps one of them would keep the memory of all."""
+MAX_BLOCK = 16_384
+"""Private columns with more bytes in all lie apart: whoever keeps one of them would keep the memory of all.
+
+What is gained by one piece is gained with few bytes: that columns are copied and looked through together.
+"""
 LIMITED = {torch.uint16, torch.uint32, torch.uint64}
 """Types that torch can copy, but not write to by index or mask."""
 

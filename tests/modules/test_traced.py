@@ -324,6 +324,46 @@ def test_a_setting_that_is_changed_counts_from_the_next_batch_on() -> None:
         assert zoo.stages_of(collector) == ("TracedStage",)
 
 
+class Constant(Net):
+    FACTOR = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.one(x))) * self.FACTOR
+
+
+class Other(Constant):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.one(x)))
+
+
+def tripled(self: Constant, x: Tensor) -> Tensor:
+    return self.out(torch.tanh(self.one(x))) * 3.0
+
+
+@pytest.mark.parametrize("steps", [1, 6])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net, patch: setattr(net, "FACTOR", 5.0),
+        lambda net, patch: patch.setattr(Constant, "FACTOR", 7.0),
+        lambda net, patch: setattr(net, "__class__", Other),
+        lambda net, patch: patch.setattr(Constant, "forward", tripled),
+    ],
+    ids=["its own", "of its class", "another class", "another forward"],
+)
+def test_what_a_class_gives_its_networks_may_change(change: Any, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Constant()
+    policy = zoo.module(net)
+    collector = zoo.begun(policy, frames_per_batch=3 * steps)
+    for _ in range(3):
+        zoo.assert_agrees(policy, collector.next())
+    assert zoo.stages_of(collector) == ("TracedStage",)
+    change(net, monkeypatch)
+    for _ in range(3):
+        zoo.assert_agrees(policy, collector.next())
+    assert zoo.stages_of(collector) == ("TracedStage",)
+
+
 def test_hooks_inside_are_called() -> None:
     net, calls = Residual(), list[int]()
     net.two.register_forward_hook(lambda *args: calls.append(1))

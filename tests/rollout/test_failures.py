@@ -10,12 +10,13 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.classic_control import CartPoleEnv
 from interrupting import at_every_instruction
 from tensordict import TensorDictBase
 
 from swath.collectors import Collector
 from swath.envs import GymEnv, SerialEnv
-from swath.envs.utils import exploration_type
+from swath.envs.utils import ExplorationType, exploration_type
 from swath.errors import ClosedError, NotANumberWarning, ShapeError
 from swath.rollout.stats import RECENT_EPISODES
 from swath.testing import CountingEnv, CountingGymEnv, FaultyError, FaultyGymEnv
@@ -267,6 +268,19 @@ def test_nan_in_the_first_observation_after_a_reset_by_hand_is_told(steps: int) 
     collector.shutdown()
 
 
+@pytest.mark.parametrize("steps", [1, 4, 3000])
+@pytest.mark.parametrize(("dtype", "value"), [(np.float16, 6e4), (np.float32, 1e30), (np.float64, 1e300)])
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_said_of_large_numbers(dtype: Any, value: float, steps: int) -> None:
+    env = CountingGymEnv(0, lengths=50)
+    large = gym.wrappers.TransformObservation(
+        env, lambda seen: np.full(3, value, dtype), gym.spaces.Box(-np.inf, np.inf, (3,), dtype)
+    )
+    with Collector(GymEnv(large), None, frames_per_batch=steps) as collector:
+        for _ in range(2):
+            assert (collector.next()["observation"] == dtype(value)).all()
+
+
 def test_nan_in_two_keys_is_told_for_each() -> None:
     envs = [FaultyGymEnv(lane=0, fault="nan", at=3), FaultyGymEnv(lane=1, fault="nan_reward", at=20)]
     collector = Collector(
@@ -337,6 +351,23 @@ class Looking(gym.Wrapper[Any, Any, Any, Any]):
     def seen(self, **options: Any) -> Any:
         observation, info = self.inner(**options)
         return self.net(torch.as_tensor(observation)).numpy(), info
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_step_that_was_put_in_the_place_of_gymnasiums_knows_how_to_explore(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, step = list[Any](), CartPoleEnv.step
+
+    def watched(self: Any, action: Any) -> Any:
+        seen.append(exploration_type())
+        return step(self, action)
+
+    monkeypatch.setattr(CartPoleEnv, "step", watched)
+    with Collector(GymEnv("CartPole-v1"), torch.nn.Linear(4, 2), frames_per_batch=steps) as collector:
+        for _ in range(4):
+            collector.next()
+    assert set(seen) == {ExplorationType.RANDOM}
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -2,6 +2,7 @@
 
 import math
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -112,6 +113,28 @@ def test_many_kept_batches_do_not_make_the_next_one_slower() -> None:
         held = [arena.acquire(4).hand_out(LEAVES, 4) for _ in range(300)]
     assert len(held) == arena.allocated == 300
     assert looks <= 300 * LOOKS
+
+
+@pytest.mark.parametrize("steps", [1, 40])
+def test_who_keeps_a_little_of_many_batches_keeps_no_more_of_them(steps: int) -> None:
+    leaves = {"pixels": Leaf((100, 100), torch.uint8), "reward": Leaf((1,), torch.float32)}
+    arena, kept, pixels = arena_of((2,), leaves), list[torch.Tensor](), list[Any]()
+    for number in range(5 * FEW):
+        slot = arena.acquire(steps)
+        fill(slot, number)
+        kept.append(slot.batch(list(leaves), steps)["reward"])
+        pixels.append(weakref.ref(slot.columns["pixels"]))
+        del slot
+    assert sum(one() is not None for one in pixels) <= FEW + LOOKS
+    assert all(bool((one == number).all()) for number, one in enumerate(kept))
+
+
+def test_who_keeps_most_of_many_batches_gets_their_slots_back() -> None:
+    leaves = {"pixels": Leaf((100, 100), torch.uint8), "reward": Leaf((1,), torch.float32)}
+    arena, kept = arena_of((2,), leaves), deque[torch.Tensor](maxlen=2 * FEW)
+    for _ in range(10 * FEW):
+        kept.append(arena.acquire(3).batch(list(leaves), 3)["pixels"])
+    assert arena.allocated <= 3 * FEW
 
 
 def test_tensors_lie_over_the_slots_memory_and_part_of_a_slot_is_copied() -> None:
