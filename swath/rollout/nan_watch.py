@@ -64,7 +64,7 @@ def _looks(slot: Slot, steps: int, names: Iterable[Key]) -> Looks:
     if slot.memory.piece is not None and steps == slot.steps:
         columns = joined(columns, slot.memory.piece)
     # The smallest, which is NaN if any is: quick, and numpy has nothing to say about large numbers.
-    flat = [column.reshape(-1) for column in columns]
+    flat = [column.reshape(-1) for column in columns if steps]
     return [partial(np.minimum.reduce, one) if isinstance(one, np.ndarray) else one.min for one in flat]
 
 
