@@ -178,9 +178,10 @@ class Episodes:
             )
         if 0 in frames.shape:
             return
-        rows = frames if frames.ndim == 2 else frames.reshape(-1, frames.shape[-1])
-        ids = ids_of_frames.reshape(rows.shape).cpu().numpy()
-        done = rows.get((NEXT, DONE)).reshape(*rows.shape, -1).any(-1).cpu().numpy()
+        steps = frames.shape[-1]
+        shape = (frames.numel() // steps, steps)
+        ids = ids_of_frames.reshape(shape).cpu().numpy()
+        done = frames.get((NEXT, DONE)).reshape(*shape, -1).any(-1).cpu().numpy()
         pieces = find_pieces(ids=ids, done=done)
         begins = np.ones(len(pieces), bool)
         expected = self._steps.get(source, 0)
@@ -188,11 +189,11 @@ class Episodes:
             self.forget(source)
             if begin:
                 begins = pieces.first > 0 if running is None else ~np.isin(pieces.name, running)
-        self._steps[source] = (expected if begin is None else begin) + rows.shape[1]
+        self._steps[source] = (expected if begin is None else begin) + steps
         if running is not None:
             ours, there = [name for name, one in self._running.items() if one.source == source], set(running.tolist())
             self._give_up([name for name in ours if name not in there])
-        self.join(rows, pieces, begins, source, is_all=running is None)
+        self.join(frames, pieces, begins, source, is_all=running is None)
 
     def join(
         self,
@@ -203,10 +204,10 @@ class Episodes:
         *,
         is_all: bool = True,
     ) -> None:
-        """Take in `pieces` of `rows` `[N, T]`: all that there is in one batch.
+        """Take in `pieces` of `rows` `[..., T]`: all that there is in one batch.
 
         Args:
-            rows: the frames.
+            rows: the frames; lanes are counted over all dimensions but the last.
             pieces: where the pieces lie.
             begins: bool `[P]`: whether a piece begins its episode, if its id is new.
             source: the worker that all of them are of; None: each is of the one that its id names.
@@ -216,7 +217,7 @@ class Episodes:
             chunk, place = self._copied(rows) if self._copies else (Chunk(rows.reshape(-1)), 0)
         live = 0
         order = np.lexsort((pieces.name, pieces.end))  # in which they end
-        begin = pieces.lane * rows.shape[1] + place
+        begin = pieces.lane * rows.shape[-1] + place
         firsts, ends, names, lasts, news = (
             each[order].tolist()
             for each in (begin + pieces.first, begin + pieces.end, pieces.name, pieces.is_last, begins)
