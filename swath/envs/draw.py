@@ -44,7 +44,8 @@ def drawer(space: gs.Space[Any], leaf: Leaf, shape: tuple[int, ...]) -> Draw:
 
 def _integers(n: int, shape: tuple[int, ...]) -> Draw:
     """From 0 to `n`, into the same memory each time: of few numbers, to find some takes longer than to draw them."""
-    memory = torch.empty(shape, dtype=torch.int64, device="cpu")
+    with torch.inference_mode(False):  # it may be written to in another mode than now
+        memory = torch.empty(shape, dtype=torch.int64, device="cpu")
     return lambda generator: memory.random_(0, n) if generator is None else memory.random_(0, n, generator=generator)
 
 

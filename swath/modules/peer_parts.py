@@ -40,7 +40,8 @@ class RowsStage(Stage):
     def _draw(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for what is drawn; where slots are alike, the same again."""
         if self._drawn.shape != shape:
-            self._drawn = torch.empty(shape, dtype=dtype, device="cpu")
+            with torch.inference_mode(False):  # it may be written to in another mode than now
+                self._drawn = torch.empty(shape, dtype=dtype, device="cpu")
         return self._drawn
 
     @property

@@ -101,8 +101,8 @@ class RandomStage(Stage):
         self._codec = codec
         self._outputs = outputs
         self._leaves = {key: outputs.leaf(key) for key in codec.leaves}
-        self._steps = 0
-        """For which `_draw` does."""
+        self._steps = -1
+        """For which `_draw` does: for none yet."""
         self._drawn: list[tuple[Any, Any]] = []
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:

@@ -18,6 +18,8 @@ from swath.rollout.record import joined
 from swath.rollout.slots import Slot
 from swath.runtime.columns import Leaf
 
+FEW = 64
+"""So many numbers are added up in less time than it takes to call numpy."""
 Looks = list[Callable[[], Any]]
 """What gives NaN if there is any."""
 
@@ -63,9 +65,16 @@ def _looks(slot: Slot, steps: int, names: Iterable[Key]) -> Looks:
     columns = [slot.columns[name][:, :steps] for name in names]
     if slot.memory.piece is not None and steps == slot.steps:
         columns = joined(columns, slot.memory.piece)
-    # The smallest, which is NaN if any is: quick, and numpy has nothing to say about large numbers.
     flat = [column.reshape(-1) for column in columns if steps]
-    return [partial(np.minimum.reduce, one) if isinstance(one, np.ndarray) else one.min for one in flat]
+    return [partial(_total, one) if len(one) <= FEW else one.min for one in flat]
+
+
+def _total(numbers: Any) -> float:
+    """NaN if any is, or if two of them are infinite: then all are looked at once more.
+
+    Few are added up in less time than numpy takes to begin; and numpy would warn where large ones overflow.
+    """
+    return sum(numbers.tolist())
 
 
 def _may_be_nan(leaf: Leaf) -> bool:

@@ -11,7 +11,9 @@ from tensordict import TensorDict
 from torch import distributions as D
 
 from swath.collectors import Collector
+from swath.envs import GymEnv, Rows
 from swath.modules import RandomPolicy, as_policy
+from swath.modules.stages import RandomStage
 
 LONG = [20] * 40
 
@@ -97,3 +99,18 @@ def test_what_the_policy_would_have_written_is_zero_in_random_frames() -> None:
     batch = collect(discrete(), init_random_frames=18)
     assert not batch["logits"].any()
     assert not batch["action_log_prob"].any()
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_slots_of_any_size_in_any_mode(mode: bool) -> None:
+    """The first may have no steps; and what was begun in inference mode goes on outside."""
+    env = GymEnv("CartPole-v1", categorical_action_encoding=True)
+    outputs = Rows(env.actions.leaves, (1,))
+    stage = RandomStage(env.actions, outputs)
+    for is_inference in (mode, not mode):
+        with torch.inference_mode(is_inference):
+            for steps in (0, 3, 1, 3):
+                stage.begin(steps, None)
+                for t in range(steps):
+                    stage.run(t)
+                    assert outputs.arrays["action"][0] in (0, 1)
