@@ -1,6 +1,10 @@
 """The rollout loop: every collector calls it, wherever it runs.
 
 All lanes step together here; `swath.rollout.as_ready` has the same loop for envs that step at their own pace.
+
+NOTE [Giving way]: a thread of Python that computes without a pause lets others wait for 5 ms each time that they need
+the interpreter, which a trainer does with each call of torch. So a loop in the background rests for a moment once in a
+while, long enough for another thread to wake up.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -45,6 +49,8 @@ from swath.rollout.slots import Slot
 from swath.rollout.stats import RolloutStats
 
 EVERY = slice(None)
+WHILE_S, MOMENT_S = 1e-3, 1e-5
+"""For how long a thread in the background steps, and how long it lets others go first then; see NOTE [Giving way]."""
 NEXT_DONE, NEXT_TERMINATED, NEXT_TRUNCATED, NEXT_REWARD = map(after, (DONE, TERMINATED, TRUNCATED, REWARD))
 
 
@@ -158,6 +164,7 @@ class RolloutLoop:
         self.leaves = self._leaves()
         """Shape and dtype of every column, in the order in which they are delivered."""
         self._nan_watch = NanWatch(env, self.leaves, self._told, self._seen)
+        self._gives_way, self._gave_way_at = False, 0.0
         self._may_be_cut_off = settings.set_truncated or self._idles
         """Whether a batch has to be looked through also where no episode has ended,"""
         self._derived: list[Callable[[Slot], None]] = []
@@ -168,7 +175,8 @@ class RolloutLoop:
             self._derived.append(self._stamp)
 
     def move_to_background(self) -> None:
-        """Leave alone what belongs to the whole process."""
+        """Leave alone what belongs to the whole process, and give way to its other threads; see NOTE [Giving way]."""
+        self._gives_way = True
         self._conditions.move_to_background()
         self.randomness.stand_alone()
 
@@ -226,6 +234,9 @@ class RolloutLoop:
                 in_env += lanes.go_on(finished)
                 has_ended = has_ended or finished
             steps = t + 1
+            if self._gives_way and stepped_at - self._gave_way_at > WHILE_S:
+                sleep(MOMENT_S)
+                self._gave_way_at = perf_counter()
             if interruptor is not None and interruptor.collection_stopped():
                 self.was_stopped = True
                 break

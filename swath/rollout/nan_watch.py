@@ -69,7 +69,7 @@ def _looks(slot: Slot, steps: int, names: Iterable[Key]) -> Looks:
     return [partial(_total, one) if len(one) <= FEW else one.min for one in flat]
 
 
-def _total(numbers: Any) -> float:
+def _total(numbers: Any) -> Any:
     """NaN if any is, or if two of them are infinite: then all are looked at once more.
 
     Few are added up in less time than numpy takes to begin; and numpy would warn where large ones overflow.
