@@ -353,8 +353,11 @@ class Pool(Generic[W]):
                 case Answer():
                     if self.discarding.get(index) == news.number:
                         del self.discarding[index]
-                    if self._asked.pop(news.number, None) is not None:
+                    if news.number in self._asked:
+                        # First: who has asked, perhaps in another thread, looks for it when it is asked for no more.
                         self._answers[news.number] = news
+                        if self._asked.pop(news.number, None) is None:  # it was given up at this moment
+                            self._answers.pop(news.number, None)
                 case Started():
                     self.started[index] = news.description
                     self._clocks.expect(index)
