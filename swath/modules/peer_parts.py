@@ -47,7 +47,7 @@ class RowsStage(Stage):
     @property
     def _space(self) -> Any:
         """That of the action."""
-        specs = self._part._spec
+        specs = self._part.spec
         if specs is not self._specs:
             self._specs, self._spec = specs, specs[self._part.action_key]
         return self._spec.space
@@ -90,7 +90,7 @@ class EpsilonGreedyStage(RowsStage):
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Draw when, and which: one number says both, as those below epsilon are as random as all."""
         (action,) = self._rows
-        choices, epsilon = int(self._space.n), float(self._part._buffers["eps"])
+        choices, epsilon = int(self._space.n), float(self._part.eps)
         drawn = self._draw((steps, len(action)), torch.float64).uniform_(generator=generator).numpy()
         when = drawn < epsilon
         which = np.where(when, drawn / (epsilon or 1.0), 0.0) * choices
@@ -112,7 +112,7 @@ class GaussianNoiseStage(RowsStage):
         """Draw the noise, and look up the bounds."""
         (action,) = self._rows
         drawn = self._draw((steps, *action.shape), torch.float32).normal_(generator=generator).numpy()
-        std, mean, sigma = (self._part._buffers[name].numpy() for name in ("std", "mean", "sigma"))
+        std, mean, sigma = (one.numpy() for one in (self._part.std, self._part.mean, self._part.sigma))
         self._noise = [(drawn * std + mean) * sigma]
         space = self._space
         self._low, self._high = space.low.numpy(), space.high.numpy()
