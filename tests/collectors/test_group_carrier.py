@@ -1,6 +1,5 @@
 """Collectors do the same when their batches and weights come through process groups."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,10 +16,8 @@ from kinds import Kind, joined
 from node_kinds import GROUPS
 
 from swath.collectors import BaseCollector
-from swath.collectors.distributed import groups
-from swath.collectors.distributed.groups import GroupWire, MeetingStore
+from swath.collectors.distributed.groups import GroupWire
 from swath.collectors.distributed.wire import NODE, TRAINER
-from swath.errors import ChannelClosedError
 from swath.runtime.channel import Channel
 from swath.testing import CollectorConformance
 
@@ -72,22 +69,3 @@ def test_a_body_lands_where_it_is_expected_although_others_never_come() -> None:
         assert not spaces[0].any()
         trainer.close()
         node.close()
-
-
-def test_one_that_ends_while_the_group_is_formed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has told where it listens, and never comes: long before its silence would be noticed."""
-    channel, end = Channel.pair()
-    get, here = MeetingStore.get, threading.get_ident()
-
-    def get_or_end(store: MeetingStore, key: str) -> bytes:
-        if threading.get_ident() != here:
-            raise RuntimeError("killed")
-        return get(store, key)
-
-    monkeypatch.setattr(MeetingStore, "get", get_or_end)
-    monkeypatch.setattr(groups, "FORM_S", 0.5)
-    with ThreadPoolExecutor(1) as other:
-        making = other.submit(GroupWire, Channel(end), NODE, "gloo", 3600.0)
-        with pytest.raises(ChannelClosedError):
-            GroupWire(channel, TRAINER, "gloo", 3600.0)
-        assert isinstance(making.exception(10), ChannelClosedError)

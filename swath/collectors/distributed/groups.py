@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import select
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from swath.errors import ChannelClosedError
 from swath.runtime.channel import Channel
+from swath.runtime.rounds import Event
 
 BACKENDS = ("gloo", "nccl", "mpi", "ucc")
 LOOPBACK = "127.0.0.1"
@@ -28,7 +31,7 @@ MOST_TAGS = 2**30
 MEET_S = 60.0
 """How long two sides that are connected may take to form a group."""
 FORM_S = 10.0
-"""How long one that has told where it listens may take to come: nobody would tell that it has been killed meanwhile."""
+"""How long one that has told where it listens may take to come, if it has not ended; gloo tries five times."""
 
 
 def check_backend(backend: str) -> None:
@@ -47,18 +50,18 @@ class MeetingStore(dist.Store):
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()
-        self._channel = channel
+        self.channel = channel
         self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: Any) -> None:  # noqa: D102 - see torch's Store
         value = value.encode() if isinstance(value, str) else bytes(value)
         self._known[key] = value
-        self._channel.send((key, value))
+        self.channel.send((key, value))
 
     def get(self, key: str) -> bytes:  # noqa: D102 - see torch's Store
         deadline = time.monotonic() + MEET_S
         while key not in self._known:
-            name, value = self._channel.receive(max(0.0, deadline - time.monotonic()))
+            name, value = self.channel.receive(max(0.0, deadline - time.monotonic()))
             self._known[name] = value
         return self._known[key]
 
@@ -88,10 +91,39 @@ class GroupWire:
                 options = kind._Options()
                 options._devices = [kind.create_device(hostname=channel.address or LOOPBACK)]
                 options._timeout = min(timeout, timedelta(seconds=FORM_S))
-                self._group = kind(store, rank, 2, options)
+                self._group = self._formed(lambda: kind(store, rank, 2, options))
             else:
-                self._group = kind(store, rank, 2, timeout)
+                self._group = self._formed(lambda: kind(store, rank, 2, timeout))
             self._group.barrier().wait(*self._patience)  # both are there, and what was told is read
+
+    def _formed(self, form: Callable[[], Any]) -> Any:
+        """What `form` returns, unless the other side ends before.
+
+        Gloo waits for one that has told where it listens, also when it has been killed, and cannot be stopped: so it
+        does that in a thread of its own, which is left to itself then.
+        """
+        group, is_over = Future[Any](), Event()
+
+        def run() -> None:
+            try:
+                group.set_result(form())
+            except BaseException as error:
+                group.set_exception(error)
+            is_over.lift()
+
+        threading.Thread(target=run, daemon=True, name="swath group").start()
+        watch = select.poll()
+        watch.register(is_over.fd, select.POLLIN)
+        watch.register(self._channel, select.POLLRDHUP)
+        try:
+            watch.poll()
+        finally:
+            has_ended = not group.done()
+            if has_ended:  # or this was interrupted
+                self.close()
+        if has_ended:
+            raise ChannelClosedError("The other side has ended before there was a process group.")
+        return group.result()
 
     def send(self, parcel: bytes, body: Tensor | None = None, number: int = 0) -> None:  # noqa: D102 - see `Wire`
         with self._turn:

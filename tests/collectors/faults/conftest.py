@@ -30,6 +30,8 @@ def _leaves_nothing_behind() -> Iterator[None]:
         return {sort: count for sort, count in open_descriptors().items() if count > descriptors.get(sort, 0)}
 
     yield
+    # Gloo waits for a node that was killed while they met, five times FORM_S, and cannot be stopped.
+    until(lambda: not any(thread.name == "swath group" for thread in threading.enumerate()), 60)
     # What is left of the test, such as a buffer that prefetches, may be garbage.
     until(lambda: threading.active_count() <= threads or (gc.collect() and threading.active_count() <= threads), 5)
     until(lambda: set(descendants()) <= before | server_pids(), 5)
