@@ -102,7 +102,7 @@ def test_a_killed_host_tells_nobody_and_can_come_back() -> None:
         assert node.pids() == {client.pid, left}
         node.kill()
         assert client.wait() == -signal.SIGKILL
-        assert is_gone(left)
+        until(lambda: is_gone(left))
         assert trainer.call(knock, node.address).succeed() != "ConnectionRefusedError\n"
         assert trainer.pids() == {server.pid}  # it still waits
         node.restore()

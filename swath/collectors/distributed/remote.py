@@ -53,6 +53,9 @@ AGAIN_S = 0.001
 LOOK_S = 0.1
 """How often to look whether a node that was asked to end can hear that."""
 
+STUCK_S = 10.0
+"""How long the next parcel may take where nothing can be sent any more."""
+
 
 def packed_memory(leaves: Mapping[Any, Leaf], shape: Sequence[int]) -> tuple[Columns, Tensor]:
     """Columns of this process, and all their bytes."""
@@ -287,7 +290,8 @@ class NodeConnection:
         try:
             wire = self._wire = self.node.connect()
             self._silence = Patience()
-            self._threads.append(self._thread(self._receive_all))
+            receiving = self._thread(self._receive_all)
+            self._threads.append(receiving)
             while not self.is_over.is_set():
                 self._silence.waited_s()  # counted here, too, while nobody waits for nodes
                 try:
@@ -305,10 +309,13 @@ class NodeConnection:
                 for weights, data in self._publication(*item):
                     wire.send(pack_parcel(weights), data)
         except (ChannelClosedError, OSError) as error:
-            if self._wire is None:
+            if self._wire is None or self._silence is None:
                 self._over(error)
             else:
-                self._wire.close()  # the other thread takes what has come, and tells
+                self._wire.close()  # the other thread takes what has come, and tells, unless Ray never lets it go
+                while receiving.is_alive() and self._silence.waited_s() < STUCK_S:
+                    receiving.join(LAST_WORDS_S)
+                self._over()
 
     def _publication(self, topic: Topic, contents: SnapshotContents | None) -> list[tuple[Weights, Tensor | None]]:
         """The newest of `topic` and of all others that are due, as of a moment in which none was being published."""
@@ -384,6 +391,8 @@ class NodeConnection:
             self._thread(self.node.kill)  # which may take long, where it is not known whether anybody listens
 
     def _over(self, never_came: Exception | None = None) -> None:
+        if self.is_over.is_set():
+            return
         if self._wire is not None:
             self._wire.close()
         if isinstance(never_came, TimeoutError):
