@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -51,43 +51,51 @@ def put(tensordict: TensorDictBase, key: Key, value: Tensor) -> None:
     tensordict.set(key, value)
 
 
-@lru_cache(maxsize=256)
+Cast: TypeAlias = Callable[[Sequence[Any], torch.Size], TensorDict]
+"""Makes a TensorDict of its sources, and of a batch size."""
+
+
+@lru_cache(maxsize=1024)
 def mould(
     places: tuple[tuple[Key, int], ...],
-    batch_size: tuple[int, ...],
     device: torch.device | None,
     names: tuple[str | None, ...] | None,
-    make: Callable[[Any], Any],
-) -> Callable[[Sequence[Any]], TensorDict]:
-    """A function that makes TensorDicts of these keys; nested ones come last.
+    make: Callable[[Any], Any] | None = None,
+    inner: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = (),
+) -> Cast:
+    """What makes TensorDicts of these keys.
 
-    The entry of each key is what `make` makes of that which lies at its place among the sources, and is known to fit.
-    The function is written out for these keys, as `dataclasses` writes constructors: a batch may be a single frame, for
-    which to walk along the keys takes as long as to make the tensors.
+    The entry of each key is what `make` makes of that which lies at its place among the sources. Without `make` it is
+    what lies there, and there are no other sources. `inner` is as for `trusted`, and all is known to fit. The function
+    is written out for these keys, as `dataclasses` writes constructors: a batch may be a single frame, for which to
+    walk along the keys takes as long as to make the tensors.
     """
-    taken = ", ".join(f"leaf_{place}" for _, place in places)
-    lines: list[str] = [f"{taken}, = map(make, chosen(sources))"]
-    own_names = None if names is None else list(names)
+    taken = "".join(f"leaf_{place}, " for _, place in places)
+    lines: list[str] = [f"{taken} = {'sources' if make is None else 'map(make, chosen(sources))'}"] if places else []
+    own_names, more = None if names is None else list(names), dict(inner)
 
-    def write(tree: Mapping[str, Any]) -> str:
+    def write(tree: Mapping[str, Any], path: tuple[str, ...]) -> str:
         """Write what makes a TensorDict of `tree`; by which name it is known there."""
-        nested = {name: write(place) for name, place in tree.items() if isinstance(place, Mapping)}
-        leaves = {name: f"leaf_{tree[name]}" for name in tree if name not in nested}
-        made, entries = f"made_{len(lines)}", ", ".join(f"{name!r}: {how}" for name, how in (leaves | nested).items())
+        known = {
+            name: write(place, (*path, name)) if isinstance(place, Mapping) else f"leaf_{place}"
+            for name, place in tree.items()
+        }
+        made, entries = f"made_{len(lines)}", ", ".join(f"{name!r}: {how}" for name, how in known.items())
+        size = f"torch.Size((*size, *{more[path]!r}))" if path in more else "size"
         if not _IS_KNOWN:
-            lines.append(f"{made} = new({{{entries}}}, batch_size=size, device=device, names={own_names!r})")
+            lines.append(f"{made} = new({{{entries}}}, batch_size={size}, device=device, names={own_names!r})")
             return made
-        kept = f"'_device': device, '_tensordict': {{{entries}}}, '_batch_size': size, '_td_dim_names': {own_names!r}"
+        kept = f"'_device': device, '_tensordict': {{{entries}}}, '_batch_size': {size}, '_td_dim_names': {own_names!r}"
         lines.append(f"{made} = make_empty(TensorDict); {made}.__dict__ = {{{kept}}}")
         return made
 
-    whole = write(nest(places))
-    first, *others = [place for _, place in places]
-    chosen = itemgetter(first, *others) if others else lambda sources: (sources[first],)
-    known = {"TensorDict": TensorDict, "make_empty": object.__new__, "new": _new, "make": make, "chosen": chosen}
-    space: dict[str, Any] = {**known, "size": torch.Size(batch_size), "device": device}
-    exec("\n    ".join(["def cast(sources):", *lines, f"return {whole}"]), space)
-    cast: Callable[[Sequence[Any]], TensorDict] = space["cast"]
+    whole = write(nest(places), ())
+    indices = [place for _, place in places]
+    chosen = itemgetter(*indices) if len(indices) > 1 else lambda sources: [sources[place] for place in indices]
+    space: dict[str, Any] = {"TensorDict": TensorDict, "make_empty": object.__new__, "new": _new, "torch": torch}
+    space |= {"make": make, "chosen": chosen, "device": device}
+    exec("\n    ".join(["def cast(sources, size):", *lines, f"return {whole}"]), space)
+    cast: Cast = space["cast"]
     return cast
 
 
@@ -142,31 +150,10 @@ def trusted(
     `inner` gives the paths of nested ones that have more batch dimensions, which come behind the others; `names` are
     those of the batch dimensions.
     """
-    size = torch.Size(batch_size)
-    return _made(_places(tuple(entries)), tuple(entries.values()), size, device, inner, (), names)
+    own_names, own_inner = None if names is None else tuple(names), tuple(inner.items()) if inner else ()
+    return _cast(tuple(entries), device, own_names, own_inner)([*entries.values()], torch.Size(batch_size))
 
 
 @lru_cache(maxsize=1024)
-def _places(keys: tuple[Key, ...]) -> dict[str, Any]:
-    """For each name the place of its entry among all, or a dict of those inside."""
-    return nest((key, place) for place, key in enumerate(keys))
-
-
-def _made(
-    places: Mapping[str, Any],
-    entries: tuple[Any, ...],
-    size: torch.Size,
-    device: Any,
-    inner: Any,
-    path: Any,
-    names: Sequence[str | None] | None,
-) -> TensorDict:
-    source = {
-        name: entries[place]
-        if isinstance(place, int)
-        else _made(place, entries, size, device, inner, (*path, name), names)
-        for name, place in places.items()
-    }
-    own = torch.Size((*size, *inner.get(path, ()))) if inner else size
-    made: TensorDict = _new(source, batch_size=own, device=device, names=None if names is None else list(names))
-    return made
+def _cast(keys: tuple[Key, ...], device: torch.device | None, names: Any, inner: Any) -> Cast:
+    return mould(tuple((key, place) for place, key in enumerate(keys)), device, names, inner=inner)

@@ -129,7 +129,9 @@ def _inner_sizes(data: TensorDictBase, batch_dims: int) -> Inner:
 
 def as_tensor(value: Any) -> Tensor:
     """A tensor as it is; all else as one on the CPU, over the same memory if it is an array."""
-    return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+    if isinstance(value, Tensor):
+        return value
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else torch.as_tensor(value, device="cpu")
 
 
 def gathered(items: Any) -> Any:

@@ -23,7 +23,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from swath.entries import mould, trainable, trusted
+from swath.entries import Cast, mould, trainable, trusted
 from swath.keys import Key
 from swath.runtime.columns import Columns, Place
 from swath.runtime.descriptors import is_scarce
@@ -67,8 +67,8 @@ class Slot:
         self.whole = Place(memory, 0, self.lanes)
         """Where a worker writes that has the slot for itself."""
         self._places: dict[int, Place] = {}
-        self._form: tuple[Sequence[Key], Callable[[Sequence[Any]], TensorDictBase]] | None = None
-        """Of the last batch: its keys, and what makes it of the holders."""
+        self._form: tuple[Sequence[Key], Cast, torch.Size] | None = None
+        """Of the last batch: its keys, what makes it of the holders, and its size."""
         self.bound: Any = None
         """What whoever fills the slot remembers of it,"""
         self.written: Any = None
@@ -150,8 +150,8 @@ class Slot:
         if self._form is None or self._form[0] is not keys:
             order, size = list(self._shaped), (*self.batch_size, steps)
             places = tuple((key, order.index(key) + 1) for key in keys)
-            self._form = keys, mould(places, size, None, tuple(time_named(size)), torch.from_numpy)
-        return self._form[1](self._holders)
+            self._form = keys, mould(places, None, tuple(time_named(size)), torch.from_numpy), torch.Size(size)
+        return self._form[1](self._holders, self._form[2])
 
 
 _slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
