@@ -166,6 +166,7 @@ class EnvPoolEnv(OwnPaceEnv):
             self._must_go_on()
             self._env.send(acts, lanes)
             self._is_cut[lanes] = False if cut is None else cut[lanes]
+            self._has_begun[lanes] = False  # also if nobody has asked for what one began with
             self._have_ordered(lanes, begins=False)
 
     def take_ready(self, least: int, most: int, timeout_s: float) -> tuple[list[int], list[int]]:

@@ -92,8 +92,15 @@ class Undisturbed:
             if _signal.getsignal(number) == self._hold:
                 _signal.signal(number, before)
         self._before.clear()
-        while self._held:
-            signal.raise_signal(self._held.pop(0))
+        self._let_come()
+
+    def _let_come(self) -> None:
+        """Call the handlers of what was held; all of them, whatever they raise: later there may be none any more."""
+        if self._held:
+            try:
+                signal.raise_signal(self._held.pop(0))
+            finally:
+                self._let_come()
 
     def breathe(self) -> None:
         """Let those come that have come meanwhile, as nothing is half done just now."""

@@ -275,26 +275,39 @@ def test_a_signal_at_any_time_leaves_nothing_half_done(pools: list[FakeEnvPool])
         raise DisturbedError
 
     pools.append(FakeEnvPool(6, 4, most_s=0.0002))
-    with EnvPoolEnv(pools[0], stall_timeout_s=5) as env:
-        env.reset()
-        action = Rows(env.actions.leaves, env.batch_size)
-        before = signal.signal(signal.SIGALRM, disturb)
-        try:
+    before = signal.signal(signal.SIGALRM, disturb)
+    try:
+        with EnvPoolEnv(pools[0], stall_timeout_s=30) as env:
+            env.reset()
+            action = Rows(env.actions.leaves, env.batch_size)
             for turn in range(2000 if os.environ.get("SWATH_LONG") else 100):
                 with contextlib.suppress(DisturbedError):
                     signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.00007 * (turn % 100))
                     while True:
                         env.begin_steps(env.idle_envs, action)
                         env.take_ready(1, 3, 0.0)
-        finally:
+            signal.signal(signal.SIGALRM, lambda number, frame: None)
+            env.reset()
+            received = pools[0].received
+            for _ in range(20):
+                env.begin_steps(env.idle_envs, action)
+                assert env.take_ready(1, 3, 0.0)[0]
+            assert pools[0].received > received
+    finally:
+        with contextlib.suppress(DisturbedError):  # of a turn that has ended with another error
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-        env.reset()
-        received = pools[0].received
-        for _ in range(20):
-            env.begin_steps(env.idle_envs, action)
-            assert env.take_ready(1, 3, 0.0)[0]
-        assert pools[0].received > received
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_env_that_steps_from_a_beginning_that_nobody_took_is_not_begun_twice(pools: list[FakeEnvPool]) -> None:
+    pools.append(FakeEnvPool(4, 2, lengths=1, most_s=0.0002))
+    with EnvPoolEnv(pools[0], stall_timeout_s=5) as env:
+        action = Rows(env.actions.leaves, env.batch_size)
+        for _ in range(30):
+            env.reset()
+            env.begin_steps([0, 1], action)
+            assert sorted(env.take_ready(2, 2, 5.0)[0]) == [0, 1], "they have ended, and begun anew"
+            env.begin_steps([0], action)
 
 
 @pytest.mark.parametrize(("at_a_time", "limit"), [(4, None), (5, 20), (1, 20)])

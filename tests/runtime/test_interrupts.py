@@ -69,6 +69,21 @@ def test_handlers_of_all_signals_wait_and_each_comes() -> None:
         assert heard == [SIGNAL]
 
 
+def test_each_comes_although_another_raises() -> None:
+    """Later its handler may be gone, and the signal would end the process."""
+    heard: list[int] = []
+
+    def interrupted() -> None:
+        with undisturbed:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(SIGNAL)
+
+    with handled(lambda number, _: heard.append(number)):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert heard == [SIGNAL]
+
+
 def test_another_thread_that_enters_loses_no_interrupt() -> None:
     def enter() -> None:
         with undisturbed:
