@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from time import monotonic
 from typing import Any
 
 from torch import nn
@@ -14,6 +17,9 @@ from swath.runtime import undisturbed
 from swath.runtime.carrier import Carrier, Topic
 from swath.runtime.snapshots import SnapshotContents, Snapshots, SnapshotStore, Values
 from swath.weights.sources import WeightLayout, load_weights
+
+PATIENCE_S = 1.0
+"""How long a worker looks for all of a publication, when it has got half of one."""
 
 
 class Publisher:
@@ -129,14 +135,25 @@ class Subscriber:
 
     def take(self, load: Callable[[str, Values], object]) -> bool:
         """Let `load` copy what is newer than what it has got, again if it changes meanwhile; whether anything was."""
-        is_whole, has_changed = False, False
-        while not is_whole:
-            is_whole = True
-            for model_id, (store, version) in self._due().items():
+        due, torn, has_changed = self._due(), dict[str, Snapshots](), False
+        patient_until = math.inf
+        while due or torn:
+            for model_id, (store, version) in due.items():
+                self._held.pop(model_id, None)
+                torn[model_id] = store
                 if not store.adopt_version(partial(load, model_id), version):
-                    is_whole = False  # we are late: begin with what is newest now
                     break
+                del torn[model_id]
                 self._held[model_id], has_changed = version, True
+            if not torn:
+                break
+            # Who is late begins with what is newest by now. There may be nothing, if all has changed during the look,
+            # too: that is no reason to leave with half of the weights, nor to wait for ever for what belongs to them.
+            due, patient_until = self._due(), min(patient_until, monotonic() + PATIENCE_S)
+            if not due:
+                os.sched_yield()  # to whoever publishes: that takes microseconds
+            if monotonic() > patient_until:
+                due = {name: (store, store.newest_of(store.released)) for name, store in torn.items()} | due
         if has_changed:
             self.version = max(self._held.values())
         return has_changed

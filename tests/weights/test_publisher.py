@@ -215,3 +215,87 @@ def test_versions_that_overtake_a_worker_are_taken_together_too() -> None:
     assert subscriber.take(load)
     assert taken == {"policy": publisher.version, "reward": publisher.version}
     assert subscriber.version == publisher.version
+
+
+def test_a_worker_that_is_overtaken_while_it_looks_does_not_keep_half_of_the_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was newest is overwritten while it is taken; and what was released then, before the worker has found it."""
+    workers, newest_of, looks = Workers(1), Snapshots.newest_of, list[int]()
+
+    def publish_often() -> None:
+        for _ in range(4):
+            version = float(workers.publisher.version + 1)
+            workers.to_all(weight=version, bias=version)
+
+    def look(store: Snapshots, released: int) -> int:
+        looks.append(released)
+        if len(looks) == 2:
+            publish_often()
+        return newest_of(store, released)
+
+    def load(name: str, weights: Any) -> None:
+        weight = weights["weight"].item()
+        if len(looks) == 1:
+            publish_often()
+        taken[:] = [weight, weights["bias"].item()]
+
+    taken = list[float]()
+    workers.to_all(weight=1.0, bias=1.0)
+    monkeypatch.setattr(Snapshots, "newest_of", look)
+    assert workers.subscribers[0].take(load)
+    assert taken == [9.0, 9.0]
+    assert workers.subscribers[0].version == 9
+    assert len(looks) >= 3, "it was never overtaken while it looked"
+
+
+def test_half_of_a_model_is_not_kept_because_another_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All copies of one are overwritten while it is taken, and again between two looks; of the other, none."""
+    subscriber, newest_of, looks = Subscriber(), Snapshots.newest_of, list[int]()
+    publisher = Publisher(Plane([subscriber]))
+    for name in ("policy", "reward"):
+        publisher.add(name, WeightLayout.of(nn.Linear(1, 1)), [0])
+
+    def publish(*names: str) -> None:
+        publisher.version += 1
+        for name in names:
+            publisher.publish(name, _tensors(dict.fromkeys(("weight", "bias"), float(publisher.version))), [0])
+        publisher.release()
+
+    def look(store: Snapshots, released: int) -> int:
+        looks.append(released)
+        if len(looks) == 3:  # for the second time, before the first model
+            for _ in range(4):
+                publish("policy")
+        return newest_of(store, released)
+
+    def load(name: str, weights: Any) -> None:
+        weight = weights["weight"].item()
+        for _ in range(4 if len(looks) == 2 else 0):
+            publish("policy")
+        taken[name] = (weight, weights["bias"].item())
+
+    taken = dict[str, tuple[float, float]]()
+    publish("policy", "reward")
+    monkeypatch.setattr(Snapshots, "newest_of", look)
+    assert subscriber.take(load)
+    assert taken == {"policy": (9.0, 9.0), "reward": (1.0, 1.0)}
+
+
+def test_a_worker_does_not_wait_for_ever_for_a_store_that_nobody_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the stores was replaced by a larger one, which the worker has not heard of yet."""
+    monkeypatch.setattr("swath.weights.publisher.PATIENCE_S", 0.05)
+    workers, taken = Workers(1), list[float]()
+    workers.to_all(weight=1.0, bias=1.0)
+    left = Snapshots(WeightLayout.of(nn.Linear(1, 1)).contents)
+    left.release(1)
+    workers.subscribers[0].subscribe(("reward", None), left)
+
+    def load(name: str, weights: Any) -> None:
+        weight = weights["weight"].item()
+        for version in range(2, 6) if not taken else ():
+            workers.to_all(weight=float(version), bias=float(version))
+        taken[:] = [weight, weights["bias"].item()]
+
+    assert workers.subscribers[0].take(load)
+    assert taken == [5.0, 5.0]
