@@ -118,7 +118,7 @@ class Delivery(ABC):
     @property
     def slots_allocated(self) -> int:
         """How many slots were ever allocated: constant in steady state."""
-        return sum(arena.allocated for arena in self._arenas.values())
+        return sum(arena.allocated for arena in list(self._arenas.values()))  # another thread may add one
 
     @property
     def undelivered_frames(self) -> int:

@@ -31,6 +31,6 @@ class Direct(Barrier):
             part.arena, part.slot, part.claim = arena, slot, slot.claim
         if not pool.do(part):
             return super().next()
-        self._spend(0, part.frames)
+        self._spend(0, part.collected.frames)
         self.batches += 1
         return [part]

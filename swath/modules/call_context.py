@@ -59,9 +59,11 @@ class CallContext:
         try:
             if self._numbers is not None:
                 get, set_, set_mkl = self._numbers
-                self._before = get() if self._before is None else self._before  # which leaving may not have come to
+                is_left, before = self._before is None, get()  # else leaving has not come to it
+                self._before = before if is_left else self._before
                 set_(1)
-                self._mkl_before = set_mkl(1)
+                mkl_before = set_mkl(1)
+                self._mkl_before = mkl_before if is_left else self._mkl_before
             if self._infers:
                 mode = _InferenceMode(True)
                 self._mode = mode

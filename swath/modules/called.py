@@ -47,7 +47,8 @@ class TorchStage(Stage):
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Find out once how modules are called here."""
-        self._explored = as_explored(self._call)
+        call = as_explored(self._call)
+        self._explored = call if self.threads is None else self.threads.around(call)
         self._lent.begin(self)
 
     def run(self, t: int) -> None:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import builtins
 import dis
 import math
-import weakref
+from collections.abc import Collection
 from functools import lru_cache
+from itertools import chain
 from operator import attrgetter, is_
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
@@ -27,7 +28,6 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule
 from torch import Tensor, distributions, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from swath.modules.parts import NOT_CALLED, acts_as
@@ -57,6 +57,7 @@ HOLDING = (nn.ParameterDict, nn.ParameterList)
 """Modules that a tensor can be put into by subscript."""
 CONVERSIONS = {"apply", "bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"}
 """Of a tensor they make another, but of a module they exchange all that it holds."""
+ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 CALLED = ("forward", "__call__", "module", "method", "distribution_class")
 """Attributes by which torch and tensordict find what they call."""
 NUMBERS = (int, float)
@@ -86,6 +87,7 @@ class Reading:
 
     def __init__(self, what: Any) -> None:
         """Read the code of `what`, a module, a function or another callable object."""
+        self._what = what
         self._nodes: list[Any] = []
         """Modules and objects whose attributes the code may reach; it may call them, too."""
         self._used: dict[str, None] = {}
@@ -96,6 +98,7 @@ class Reading:
         self._cells: list[tuple[Any, Any]] = []
         self._kinds: set[type] = set()
         self._counts: set[str] = set()
+        self._prints = False
         self._hooks = RemovableHandle.next_id
         self.counted: list[tuple[dict[str, Any], str]] = []
         """Numbers that the code counts up: where they are kept, and their names there."""
@@ -115,6 +118,11 @@ class Reading:
     def modules(self) -> list[nn.Module]:
         """All that the code may reach."""
         return [node for node in self._nodes if isinstance(node, nn.Module)]
+
+    @property
+    def may_be_repeated(self) -> bool:
+        """Whether a call that writes to no tensor leaves no trace; numpy's arrays may be written to unseen."""
+        return self.keeps_nothing and not self.counted and not self._prints and "numpy" not in self._used
 
     @property
     def has_changed(self) -> bool:
@@ -274,16 +282,21 @@ class Reading:
         for one in codes:  # which grows
             codes += [constant for constant in one.co_consts if isinstance(constant, CodeType)]
             steps = [step for step in dis.get_instructions(one) if step.opname not in ("CACHE", "EXTENDED_ARG")]
-            if not all(self._is_known(steps, place, function) for place in range(len(steps))):
+            data = _data(steps, one, self._given_data(function) if one is code else ())
+            if not all(self._is_known(steps, place, function, data) for place in range(len(steps))):
                 return False
         return True
 
-    def _is_known(self, steps: list[dis.Instruction], place: int, function: FunctionType) -> bool:
+    def _is_known(
+        self, steps: list[dis.Instruction], place: int, function: FunctionType, data: Collection[str]
+    ) -> bool:
         name, value = steps[place].opname, steps[place].argval
         if name in ("LOAD_GLOBAL", "LOAD_NAME"):
             return self._is_known_name(value, function)
-        if name in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
-            return self._uses(value) and (value not in CONVERSIONS or _is_made(steps, place))
+        if name in ATTRIBUTES:
+            before = steps[place - 1]
+            is_data = before.opname == "LOAD_FAST" and before.argval in data
+            return (value not in CONVERSIONS or is_data or _is_arithmetic(before)) and self._uses(value)
         if name == "STORE_ATTR":
             return self._counts_up(steps[max(0, place - 4) : place], value)
         if name == "STORE_DEREF":
@@ -296,7 +309,16 @@ class Reading:
         if name in space:
             return self._is_harmless(space[name])
         found = getattr(builtins, name, None)
+        self._prints = self._prints or name == "print"
         return name in KEPT_BUILTINS or (isinstance(found, type) and issubclass(found, Exception))
+
+    def _given_data(self, function: FunctionType) -> tuple[str, ...]:
+        """The arguments of `function` that are no modules: those that torch gives to a forward, and we to a policy."""
+        code = function.__code__
+        names = code.co_varnames[: code.co_argcount - len(function.__defaults__ or ())]
+        if function is self._what:
+            return names
+        return names[1:] if function in _given_tensors(self._what) else ()
 
     def _counts_up(self, before: list[dis.Instruction], name: str) -> bool:
         """Whether the attribute `name` is set to itself and a number: it stays one if it is one now."""
@@ -313,41 +335,46 @@ class Reading:
         return bool(self.counted) and all(type(own[kept]) in NUMBERS for own, kept in self.counted)
 
 
-class Made(TorchDispatchMode):
-    """Notes all tensors that are made inside."""
-
-    def __init__(self) -> None:
-        """Nothing is noted yet."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._made: list[weakref.ref[Tensor]] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: torch would import its compiler to tell it so, which takes a worker longer than all its start."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func`, and note what it returns."""
-        result = func(*args, **(kwargs or {}))
-        found = result if isinstance(result, tuple | list) else (result,)
-        given = [*args, *(kwargs or {}).values()]  # which is returned by what writes in place
-        made = [one for one in found if isinstance(one, Tensor) and not any(one is other for other in given)]
-        self._made += map(weakref.ref, made)
-        return result
-
-    @property
-    def are_gone(self) -> bool:
-        """Whether none of them is alive."""
-        return all(one() is None for one in self._made)
+def _given_tensors(what: Any) -> set[Any]:
+    """The methods in `what` that are given tensors by us, or by torch; what users give to theirs may be a layer."""
+    if not isinstance(what, nn.Module):
+        owner = getattr(what, "__self__", None)
+        return {getattr(what, "__func__", None), *(_forwards(owner) if isinstance(owner, nn.Module) else ())}
+    found, by_users = _forwards(what), set[Any]()
+    for one in what.modules():
+        inner = set(chain.from_iterable(map(_forwards, one.children())))
+        if isinstance(one, nn.Sequential | TensorDictModule):
+            found |= inner
+        elif not is_librarys(type(one)):
+            by_users |= inner
+        if isinstance(one, TensorDictModule) and one.method is not None:
+            found.add(getattr(type(one.module), one.method, None))
+    return found - by_users
 
 
-def _is_made(steps: list[dis.Instruction], place: int) -> bool:
-    """Whether that of which an attribute is asked for is the result of arithmetic, or a local that is, so no module."""
-    before = steps[place - 1]
-    if before.opname != "LOAD_FAST":
-        return _is_arithmetic(before)
-    stored = [at for at, step in enumerate(steps) if step.opname == "STORE_FAST" and step.argval == before.argval]
-    return bool(stored) and all(_is_arithmetic(steps[at - 1]) for at in stored)
+def _forwards(module: nn.Module) -> set[Any]:
+    """Its own, and those that this one may call by `super()`."""
+    return {vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind)}
+
+
+def _data(steps: list[dis.Instruction], code: CodeType, given: Collection[str]) -> set[str]:
+    """The locals of `code` that are no modules: those that are `given`, and what arithmetic or a conversion makes."""
+    stored: dict[str, list[bool]] = {name: [] for name in given}
+    for at, step in enumerate(steps):
+        if step.opname.startswith("STORE_FAST"):
+            is_plain = step.opname == "STORE_FAST" and not step.is_jump_target
+            is_made = is_plain and (_is_arithmetic(steps[at - 1]) or _converts(steps[:at]))
+            for name in [step.argval] if isinstance(step.argval, str) else step.argval:
+                stored.setdefault(name, []).append(is_made)
+    others = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]) - set(given)
+    return {name for name, made in stored.items() if all(made) and name not in others}
+
+
+def _converts(steps: list[dis.Instruction]) -> bool:
+    """Whether the last of `steps` is the call of a conversion, which is looked at by itself."""
+    asked = [at for at, step in enumerate(steps) if step.opname in ATTRIBUTES and step.argval in CONVERSIONS]
+    calls = [at for at, step in enumerate(steps) if step.opname.startswith("CALL") and asked and at > asked[-1]]
+    return calls == [len(steps) - 1]
 
 
 def _is_arithmetic(step: dis.Instruction) -> bool:

@@ -31,6 +31,7 @@ from swath.modules.probe import Probe
 from swath.modules.random import RandomPolicy
 from swath.modules.settled import is_setting
 from swath.modules.stages import RandomStage, Stage
+from swath.modules.thread_choice import ThreadChoice
 from swath.modules.traced import traced_stage
 from swath.runtime import compiler
 
@@ -67,6 +68,10 @@ class Planner:
         """What the last plan calls, by its id, which no other takes meanwhile, and what was read of it,"""
         self._former = self._readings
         """and of the plan before."""
+        self._choices: list[tuple[list[Any], list[Any], ThreadChoice]] = []
+        """For large networks of the last plan, by what they are made of and what is set on it,"""
+        self._former_choices = self._choices
+        """and of the plan before."""
 
     def plan(self, policy: Any) -> list[Stage]:
         """The stages for `policy` as it is now, in the order in which they run."""
@@ -74,6 +79,7 @@ class Planner:
             return [RandomStage(policy.codec, self._outputs)]
         parts = self._parts(policy)
         self._former, self._readings = self._readings, {}
+        self._former_choices, self._choices = self._choices, []
         if isinstance(parts, str):
             call = self._as_called(policy)
             whole = TensorDictStage(call, self._present, (), self._outputs, self._visible, self._device)
@@ -160,7 +166,9 @@ class Planner:
             held = part.module if part.method is None else getattr(part.module, part.method)
             call = self._as_called(held)
             torch_stage = TorchStage(part, call, [known[key] for key in in_keys], self._outputs, self._away)
-            self._read(held, torch_stage)
+            reading = self._read(held, torch_stage)
+            if torch_stage.infers and self._away is None and reading is not None and reading.may_be_repeated:
+                torch_stage.threads = self._choice([part.module, part.method, *_inside(part), *reading.modules])
             torch_stage.reason = self._why(part, "it is no small network of known layers and arithmetic")
             return torch_stage
         is_sampler = acts_as(part) is ProbabilisticTensorDictModule
@@ -190,14 +198,34 @@ class Planner:
         options = self._compiled if isinstance(self._compiled, Mapping) else {}
         return torch.compile(what, **options)
 
-    def _read(self, what: Any, stage: Stage) -> None:
+    def _choice(self, network: list[Any]) -> ThreadChoice | None:
+        """What chooses the number of threads for a `network` of these objects: the former, if it does the same.
+
+        None if it is compiled, as then what watches a call would be compiled with it.
+        """
+        modules = [one for one in network if isinstance(one, nn.Module)]
+        if any(vars(one).get("_compiled_call_impl") is not None for one in modules):
+            return None
+        settings = [own.get(name) for one in modules for own, name in _settings_of(one)]
+        weights = [weight for one in modules for weight in one._parameters.values() if weight is not None]
+        made = [*network, *(one for one in settings if not is_setting(one))]
+        how = [*((one.shape, one.dtype) for one in weights), *(one for one in settings if is_setting(one))]
+        how = [one for one in how if type(one) is not float]
+        known = [choice for was, so, choice in self._former_choices if are_same(was, made) and so == how]
+        choice = known[0] if known else ThreadChoice(list(dict.fromkeys(modules)))
+        self._choices.append((made, how, choice))
+        return choice
+
+    def _read(self, what: Any, stage: Stage) -> Reading | None:
         """Find out whether what `stage` calls keeps no tensor and asks for no gradients; see NOTE [Keeping nothing]."""
-        if not self._compiled and not has_global_extras():
-            _, former = self._former.get(id(what), (None, None))
-            reading = former if former is not None and former.is_current else Reading(what)
-            self._readings[id(what)] = what, reading
-            stage.infers = reading.keeps_nothing and (reading.is_librarys or not self._may_keep)
-            stage.only_reads = stage.infers and reading.only_reads and self._away is None
+        if self._compiled or has_global_extras():
+            return None
+        _, former = self._former.get(id(what), (None, None))
+        reading = former if former is not None and former.is_current else Reading(what)
+        self._readings[id(what)] = what, reading
+        stage.infers = reading.keeps_nothing and (reading.is_librarys or not self._may_keep)
+        stage.only_reads = stage.infers and reading.only_reads and self._away is None
+        return reading
 
     @property
     def readings(self) -> list[Reading]:
@@ -248,8 +276,8 @@ class Composition:
 
     Looked at once per slot, and so in microseconds, most of which would go into fetching what nobody has used since the
     last slot: so little is looked at. Modules are not walked again, since one that is new, or gone, is noticed by
-    whoever has it. torch counts the hooks that were ever made. What else modules hold is compared one by one; but by
-    identity, and without a line of Python for each.
+    whoever has it. torch counts the hooks that were ever made. What else modules hold is compared in one go, without a
+    line of Python for each: what is the same is equal, as lists have it, before anybody asks for its value.
     """
 
     def __init__(self, policy: Any, readings: Sequence[Reading] = ()) -> None:
@@ -265,7 +293,7 @@ class Composition:
         self._given = [own for own in given if not isinstance(own, dict) or own]
         full = [(own, name) for own in self._attributes for name in ("_modules", "_parameters") if own[name]]
         self._full = [own[name] for own, name in full]
-        self._order = list(map(list, self._full))
+        self._order = list(chain.from_iterable(self._full))
         """Where modules and weights are kept, and their names, in the order in which modules run,"""
         open_ = [vars(module) for module in modules if isinstance(module, CONTAINERS) or not _is_torchs(module)]
         inner = [own[name] for own in open_ for name in ("_modules", "_parameters")]
@@ -326,9 +354,12 @@ class Composition:
     @property
     def has_changed(self) -> bool:
         """Whether it is made of something else by now."""
-        if list(map(list, self._full)) != self._order or any(self._empty):
-            return True
-        if not all(map(is_, map(dict.get, self._held_by, self._names), self._held)):
+        try:
+            if list(chain.from_iterable(self._full)) != self._order or any(self._empty):
+                return True
+            if list(map(dict.get, self._held_by, self._names)) != self._held:
+                return True
+        except Exception:  # something else that cannot be compared: what is not the same is asked for its value
             return True
         if self._users and self._has_other_code:
             return True

@@ -146,6 +146,8 @@ class PolicyRunner:
         """Whether nothing but the policy runs torch in this thread between `begin` and `finish`,"""
         self.around_slot: CallContext | None = None
         """and what has to be entered then before it acts."""
+        self.contexts: list[CallContext] = []
+        """What is entered for each call: an interrupt may come before it is left."""
         self._is_bare = False
         """Whether nobody looks at the way to explore while the stages that were bound last act."""
         self._active: list[Stage] = []
@@ -205,11 +207,16 @@ class PolicyRunner:
         called = [stage for stage in acting if stage.reason]
         self._is_bare = self.is_undisturbed and not any(stage.needs_conditions for stage in acting)
         infers = bool(called) and self.is_undisturbed and all(stage.infers for stage in called)
-        around = CallContext(one_thread=bool(called) and self._is_light, infers=infers)
+        one_thread = bool(called) and self._is_light
+        around = CallContext(one_thread=one_thread, infers=infers)
+        for stage in called:
+            stage.threads = None if one_thread else stage.threads
         named = {name: [getattr(one, name) for one in acting] if infers else in_turn(acting, name) for name in RUNS}
         if not self.is_undisturbed:
             named = {name: around.of(runs) for name, runs in named.items()}
         self._runs, self._runs_on = named.values()
+        contexts = [around, *(stage.threads.one_thread for stage in called if stage.threads is not None)]
+        self.contexts = [context for context in contexts if context.is_any]
         self.around_slot = around if self.is_undisturbed and around.is_any else None
 
     def _current_plan(self, kind: ExplorationType | None = None) -> list[Stage]:

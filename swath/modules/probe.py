@@ -18,8 +18,9 @@ from swath.errors import PolicyError, RowCountError, annotate, suggestion
 from swath.keys import IS_INIT, Key, after, as_key, as_path, nest
 from swath.modules.called import ask
 from swath.modules.exploration import acting_type
-from swath.modules.keeping import Made, Reading
+from swath.modules.keeping import Reading
 from swath.modules.parts import Watch, Writes, is_left_alone, overlap
+from swath.modules.watching import Made
 from swath.modules.without_trace import without_trace
 
 DTYPES = "(Where dtypes are at odds, gymnasium.wrappers.DtypeObservation or policy.double() help.)"

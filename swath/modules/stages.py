@@ -23,6 +23,7 @@ from swath.envs.rows import Rows
 from swath.envs.spaces import ActionCodec
 from swath.keys import Key
 from swath.modules.call_context import CallContext
+from swath.modules.thread_choice import ThreadChoice
 from swath.runtime.columns import writable
 
 Filled = tuple[slice, slice] | np.ndarray
@@ -63,6 +64,9 @@ class Stage:
 
     infers = False
     """Whether it runs in inference mode: torch is quicker there, but no tensor of this can be trained with later."""
+
+    threads: ThreadChoice | None = None
+    """What chooses how many it has, where there is a choice."""
 
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Make ready for `steps` steps."""

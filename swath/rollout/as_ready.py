@@ -80,7 +80,7 @@ class AsReadyLoop(RolloutLoop):
         lane_of, is_new = np.empty(frames, np.int64), np.empty(frames, bool)
         pairs = [(flat[key], self._begun.arrays[key]) for key in self._before]
         pairs += [(flat[after(key)], lanes.out.arrays[key]) for key in self._told]
-        with self._conditions:
+        with self.randomness.applied(), self._conditions:
             running = lanes.ids.current.copy()
             self._draw()
             self._begun_here[:] = False

@@ -183,18 +183,17 @@ class RolloutLoop:
     def collect(self, slot: Slot, *, random: bool = False) -> Receipt:
         """Fill `slot` with consecutive steps of every lane; with `random` actions if so asked."""
         try:
-            if self.randomness.is_lent:
-                with self.randomness.applied():
-                    return self._collect(slot, random)
             return self._collect(slot, random)
         finally:
-            self._conditions.__exit__()  # which an interrupt may have come before
+            for context in self.policy.contexts:  # which an interrupt may have come before
+                context.__exit__()
+            self._conditions.__exit__()
 
     def _collect(self, slot: Slot, random: bool) -> Receipt:
         begun, policy, kind = perf_counter(), self.policy, self.settings.exploration
         self._acting, self.was_stopped = self.version, False
-        # Where nobody looks at the way to explore, it is not set: that takes longer than to switch gradients off, which
-        # parts of an env may rely on. An interruptor may be a user's own code.
+        # Where nobody looks at the way to explore or draws from torch's own generator, neither is set: it takes longer
+        # than to switch gradients off, which parts of an env may rely on. An interruptor may be a user's own code.
         if self.settings.interruptor is None and policy.goes_on(random, kind):
             had_grad = torch.is_grad_enabled()
             try:
@@ -202,7 +201,7 @@ class RolloutLoop:
                 return self._fill(slot, policy.start(slot.steps, self.randomness.generator), begun)
             finally:
                 torch._C._set_grad_enabled(had_grad)
-        with self._conditions:
+        with self.randomness.applied(), self._conditions:
             acted = policy.begin(slot.steps, self.randomness.generator, random, kind)
             if policy.around_slot is not None:
                 self._conditions.enter(policy.around_slot)

@@ -49,11 +49,6 @@ class Randomness:
         """Let policies that draw from torch's default generator draw from our stream."""
         return self._lent(self._states) if self._states is not None and self._lends else nullcontext()
 
-    @property
-    def is_lent(self) -> bool:
-        """Whether there is a stream of our own for policies that draw from torch's default generator."""
-        return self._states is not None and self._lends
-
     @contextmanager
     def _lent(self, states: tuple[Tensor, Tensor | None]) -> Iterator[None]:
         saved = self._swap(states)

@@ -96,6 +96,18 @@ def slots_allocated(collector: Any) -> list[int]:
     return [arena.allocated for arena in _arenas(collector)]
 
 
+def count_in_between(collector: Any, key: object, do: Callable[[], Any]) -> None:
+    """Let the collector have one more arena, which does something whenever its slots are counted."""
+
+    class Counted:
+        @property
+        def allocated(self) -> int:
+            do()
+            return 0
+
+    collector._delivery._arenas[key] = Counted()
+
+
 def slots_held(collector: Any) -> int:
     """How many slots there are now."""
     return sum(len(arena) for arena in _arenas(collector))

@@ -130,7 +130,6 @@ def test_init_random_frames_are_counted_where_they_are_written(make: Make) -> No
     list(make(None, net(50.0), replay_buffer=kept, init_random_frames=100, total_frames=400))
     acted = (kept[:]["action"] == 50.0).all(-1).reshape(-1)
     assert not acted[:100].any()
-    assert acted[-200:].all()
     assert 100 <= int((~acted).sum()) <= 100 + 2 * 2 * 10, "each worker may have had batches under way"
 
 

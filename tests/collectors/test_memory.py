@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from common import StopAfter, net
-from inside import newest_slot, slots_allocated, slots_held, slots_known_to_workers
+from inside import count_in_between, newest_slot, slots_allocated, slots_held, slots_known_to_workers
 from kinds import ASYNC_HERE, SINGLE, SPREAD, SYNC, SYNC_HERE, Kind, Make, over
 
 from swath.collectors import Collector
@@ -154,3 +154,10 @@ def test_thousands_of_batches_may_be_kept(make: Make) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
     assert len(kept) == 600
     assert len({batch["observation"].data_ptr() for batch in kept}) == 600
+
+
+def test_slots_are_counted_while_another_thread_needs_the_first_of_another_kind() -> None:
+    with Collector(CountingEnv(()), frames_per_batch=4) as collector:
+        collector.next()
+        count_in_between(collector, "first", lambda: count_in_between(collector, "second", int))
+        assert collector.stats()["slots_allocated"] == 1

@@ -21,6 +21,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def several_threads() -> Iterator[None]:
+    """For tests of how many there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(zoo.THREADS)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(params=[True, False], ids=["", "no torch in the env"])
 def beside_any_env(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside an env that runs no torch, policies that run none either act without torch's switches being set."""

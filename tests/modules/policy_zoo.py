@@ -34,6 +34,9 @@ from swath.modules import TanhNormal
 SIZE, CHOICES, AXES, HIDDEN = 4, 3, 2, 6
 """Numbers in an observation, discrete actions, dimensions of a continuous action, and numbers in a recurrent state."""
 
+THREADS = 3
+"""As many as torch has with the fixture `several_threads`."""
+
 DISCRETE = gs.Discrete(CHOICES)
 CONTINUOUS = gs.Box(-2.0, 2.0, (AXES,), np.float32)
 MIXED = gs.Dict({"turn": DISCRETE, "push": CONTINUOUS})

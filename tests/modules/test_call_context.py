@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
 import pytest
 import torch
-from policy_zoo import CHOICES, VECTOR, WaveEnv, mlp
+from policy_zoo import CHOICES, THREADS, VECTOR, WaveEnv, mlp
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
@@ -19,16 +19,10 @@ from swath.envs import EnvBase, GymEnv, SerialEnv
 from swath.modules import call_context
 from swath.modules.call_context import CallContext
 
-THREADS = 3
-pytestmark = pytest.mark.skipif(call_context._numbers() is None, reason="torch was built without OpenMP")
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.skipif(call_context._numbers() is None, reason="torch was built without OpenMP"),
+    pytest.mark.usefixtures("several_threads"),
+]
 
 
 def seen_elsewhere() -> int:

@@ -11,9 +11,11 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torch import distributions as D
 
-from swath.modules.keeping import Made, Reading
+from swath.modules.keeping import Reading
+from swath.modules.watching import Made
 
 ALL: list[Tensor] = []
+LAYER = nn.Linear(zoo.CHOICES, zoo.CHOICES)
 LATER: Any = None
 Modes = Callable[..., set[bool]]
 
@@ -216,9 +218,69 @@ class ConvertedLayers(Net):
         return self.layers[0].to(result.dtype)(result)
 
 
+def of_kind(layer: nn.Module, like: Tensor) -> nn.Module:
+    return layer.to(like.dtype)
+
+
+class ConvertedElsewhere(ConvertedLayers):
+    """The same by a function that is given a layer."""
+
+    def forward(self, observation: Tensor) -> Tensor:
+        result = self.net(observation)
+        return of_kind(self.layers[0], result)(result)
+
+
+def of_kind_by_name(layer: nn.Module, like: Tensor) -> nn.Module:
+    layer = layer.to(like.dtype)
+    return layer
+
+
+class ConvertedAndNamed(ConvertedLayers):
+    """The same, by a name that was the layer's before."""
+
+    def forward(self, observation: Tensor) -> Tensor:
+        result = self.net(observation)
+        return of_kind_by_name(self.layers[0], result)(result)
+
+
+class ConvertedInside(ConvertedLayers):
+    """The same by a function whose argument has the name of what the other is given."""
+
+    def forward(self, observation: Tensor) -> Tensor:
+        result = self.net(observation.float())
+        (layer,) = [(lambda observation: observation.float())(layer) for layer in self.layers]
+        return layer(result)
+
+
+class ConvertedByDefault(ConvertedLayers):
+    """The same of a layer that is there by default."""
+
+    def forward(self, observation: Tensor, layer: nn.Module = LAYER) -> Tensor:
+        return layer.to(observation.dtype)(self.net(observation))
+
+
+class ConvertedPerhaps(ConvertedLayers):
+    """One of two things."""
+
+    def forward(self, observation: Tensor) -> Tensor:
+        result = self.net(observation)
+        either = self.layers[0] if len(result) else observation.float()
+        return either.to(result.dtype)(result)
+
+
+class ConvertedByName(ConvertedLayers):
+    """The same by the name of what it was given."""
+
+    def forward(self, observation: Tensor) -> Tensor:
+        result = self.net(observation.float())
+        observation = self.layers[0]
+        return observation.to(result.dtype)(result)
+
+
 KEEPERS: list[Callable[[], Net]] = [
     *(InList, FromTheTenthCallOn, InAttribute, InAttributeByName, InBuffer, InParameters, Counted, InGlobal, InDefault),
-    *(InMemory, WithGradients, Decorated, Converted, ConvertedLayers, closure, hooked),
+    *(InMemory, WithGradients, Decorated, Converted, ConvertedLayers, ConvertedElsewhere, ConvertedByName),
+    *(ConvertedAndNamed, ConvertedInside, ConvertedByDefault, ConvertedPerhaps, closure, hooked),
 ]
 
 
@@ -233,7 +295,7 @@ def test_what_may_keep_a_tensor_is_not_called_in_inference_mode(
     assert modes_of(collector) == {False}
     modes_of(collector)
     kept = net.found
-    if make not in (WithGradients, Decorated, Converted, ConvertedLayers):
+    if not isinstance(net, WithGradients | Decorated | Converted | ConvertedLayers):
         assert kept
     assert not any(one.is_inference() for one in (*kept, *net.parameters(), *net.buffers()))
     for last in kept[-1:]:
@@ -279,6 +341,15 @@ class Sampling(Net):
         return (torch.stack(parts) * 2).float()
 
 
+class Converting(Net):
+    """Converts what it is given, as networks for images do."""
+
+    def forward(self, observation: Tensor) -> Tensor:
+        halved = observation.to(torch.float32) / 2
+        observation = observation.float()
+        return self.net(halved.float() + observation.to(dtype=torch.float32) / 2)
+
+
 class Normalising(Net):
     """Writes to a buffer in place."""
 
@@ -314,6 +385,7 @@ def watched() -> Any:
 
 HARMLESS: list[Callable[[], Any]] = [
     *(lambda: zoo.module(Counting()), lambda: zoo.module(Sampling()), lambda: zoo.module(Normalising())),
+    lambda: zoo.module(Converting()),
     *(OnTensorDict, watched, lambda: zoo.discrete(lambda logits: D.Categorical(logits=logits * 2))),
 ]
 
@@ -484,3 +556,20 @@ def test_entries_that_are_the_observation_itself_are_kept_as_they_were(trusted: 
     batch = zoo.begun(policy, trust_policy=trusted).next()
     wanted = policy[1].module(batch["observation"])
     zoo.assert_same(batch["action"], wanted.detach())
+
+
+def test_a_layer_that_is_given_to_a_forward_is_not_taken_for_data() -> None:
+    class Head(nn.Module):
+        def forward(self, observation: Tensor, layer: nn.Module) -> Tensor:
+            return layer.to(observation.dtype)(observation)
+
+    class Giving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.layer = Head(), nn.Linear(zoo.SIZE, zoo.CHOICES)
+
+        def forward(self, observation: Tensor) -> Tensor:
+            return self.head(observation, self.layer).argmax(-1)
+
+    assert not Reading(Giving()).keeps_nothing
+    assert Reading(nn.Sequential(Converting(), nn.Tanh())).keeps_nothing, "torch gives it a tensor"
