@@ -86,21 +86,25 @@ class GroupWire:
         self._patience = (timeout,) if self._is_gloo else ()
         """How long gloo may take, told each time: once it has formed a group, it takes no other."""
         kind: Any = getattr(dist, "ProcessGroupGloo" if backend == "gloo" else f"ProcessGroup{backend.upper()}")
+        how: Any = timeout
+        if self._is_gloo:
+            how = kind._Options()
+            how._devices = [kind.create_device(hostname=channel.address or LOOPBACK)]
+            how._timeout = min(timeout, timedelta(seconds=FORM_S))
+
+        def form() -> Any:
+            group = kind(store, rank, 2, how)
+            group.barrier().wait(*self._patience)  # both are there, and what was told is read
+            return group
+
         with self._until_it_ends():
-            if backend == "gloo":
-                options = kind._Options()
-                options._devices = [kind.create_device(hostname=channel.address or LOOPBACK)]
-                options._timeout = min(timeout, timedelta(seconds=FORM_S))
-                self._group = self._formed(lambda: kind(store, rank, 2, options))
-            else:
-                self._group = self._formed(lambda: kind(store, rank, 2, timeout))
-            self._group.barrier().wait(*self._patience)  # both are there, and what was told is read
+            self._group = self._formed(form)
 
     def _formed(self, form: Callable[[], Any]) -> Any:
         """What `form` returns, unless the other side ends before.
 
-        Gloo waits for one that has told where it listens, also when it has been killed, and cannot be stopped: so it
-        does that in a thread of its own, which is left to itself then.
+        Gloo waits for one that has told where it listens, also when it has been killed, or that was reached and goes no
+        further, and cannot be stopped: so it does that in a thread of its own, which is left to itself then.
         """
         group, is_over = Future[Any](), Event()
 
