@@ -71,7 +71,7 @@ def dtype_double() -> Iterator[None]:
 def same(request: pytest.FixtureRequest) -> Callable[[Program], None]:
     """Runs a program without and with a default of the process."""
 
-    def compare(program: Program) -> None:
+    def compare(program: Program, exactly: bool = True) -> None:
         torch.manual_seed(0)
         expected = program()
         torch.manual_seed(0)
@@ -86,7 +86,8 @@ def same(request: pytest.FixtureRequest) -> Callable[[Program], None]:
                 if isinstance(value, Tensor):
                     assert (value.dtype, value.device) == (other[key].dtype, other[key].device), key
                     value, other[key] = (each.values() if each.is_nested else each for each in (value, other[key]))
-                    assert torch.equal(value, other[key]), key
+                    assert torch.equal(value, other[key]) or not exactly, key
+                    torch.testing.assert_close(value, other[key])
                 else:
                     assert value == other[key]
 
@@ -155,7 +156,8 @@ def test_collectors(kind: Kind, same: Any) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @over([SINGLE, AS_READY])
 def test_policies(kind: Kind, policy: str, same: Any) -> None:
-    same(lambda: batches_of(kind, policy, lanes=3))
+    # For how many envs the policy acts at a time is chance where they have a pace of their own, and so is the rounding.
+    same(lambda: batches_of(kind, policy, lanes=3), exactly=kind is not AS_READY)
 
 
 @pytest.mark.parametrize(

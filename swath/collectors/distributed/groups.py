@@ -33,9 +33,6 @@ MEET_S = 60.0
 FORM_S = 10.0
 """How long one that has told where it listens may take to come, if it has not ended; gloo tries five times."""
 
-CLOSED_S = 0.2
-"""How long a closed channel may take to end the thread that reads from it; one that waits for gloo stays."""
-
 
 def check_backend(backend: str) -> None:
     """Refuse a backend that is unknown, or that this torch has not."""
@@ -129,7 +126,7 @@ class GroupWire:
             has_ended = not group.done()
             if has_ended:  # or this was interrupted
                 self.close()
-                thread.join(CLOSED_S)  # one that runs into Python while that ends takes the process with it
+                thread.join(0.2)  # if it waits for the channel: one that is in torch while Python ends, aborts it
         if has_ended:
             raise ChannelClosedError("The other side has ended before there was a process group.")
         return group.result()
