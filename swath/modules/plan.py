@@ -293,8 +293,11 @@ class Composition:
         self._given = [own for own in given if not isinstance(own, dict) or own]
         full = [(own, name) for own in self._attributes for name in ("_modules", "_parameters") if own[name]]
         self._full = [own[name] for own, name in full]
-        self._order = list(chain.from_iterable(self._full))
-        """Where modules and weights are kept, and their names, in the order in which modules run,"""
+        self._filled = list(map(dict, self._full))
+        """Where modules and weights are kept, and which they are,"""
+        self._rows = [own[name] for own, name in full if name == "_modules" and len(own[name]) > 1]
+        self._order = list(chain.from_iterable(self._rows))
+        """the names of those that run one after the other, in their order,"""
         open_ = [vars(module) for module in modules if isinstance(module, CONTAINERS) or not _is_torchs(module)]
         inner = [own[name] for own in open_ for name in ("_modules", "_parameters")]
         inner += [own[name] for own in self._attributes for name in ("_forward_hooks", "_forward_pre_hooks")]
@@ -313,8 +316,7 @@ class Composition:
         """TorchRL's modules, which a context may switch over."""
         settings = [pair for module in modules for pair in _settings_of(module)]
         settings = [(own, name) for own, name in settings if (id(own), name) not in counted]
-        inside = [(own[kind], name) for own, kind in full for name in own[kind]]
-        held = [*full, *inside, *settings, *((own, "forward") for own in self._attributes)]
+        held = [*full, *settings, *((own, "forward") for own in self._attributes)]
         self._held_by, self._names = [own for own, _ in held], [name for _, name in held]
         weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
         self._lazy = [weight for weight in weights if nn.parameter.is_lazy(weight)]
@@ -323,7 +325,7 @@ class Composition:
         self._memory = [weight.detach() for weight in self.weights]  # which no other weight can get meanwhile
         self._has_autocast = _is_autocast()
         self._held = list(map(dict.get, self._held_by, self._names))
-        """Modules, weights, settings and what keeps them; they stay alive here, so that no other takes their id."""
+        """Settings, and what keeps modules and weights; they stay alive here, so that no other takes their id."""
         self._hooks, self._added = RemovableHandle.next_id, self._additions()
         self._has_additions = bool(self._added)
         self._has_rare, self._rare = bool(self._given or self._lazy or self._switched), self._look_at_the_rare()
@@ -355,7 +357,7 @@ class Composition:
     def has_changed(self) -> bool:
         """Whether it is made of something else by now."""
         try:
-            if list(chain.from_iterable(self._full)) != self._order or any(self._empty):
+            if self._full != self._filled or list(chain.from_iterable(self._rows)) != self._order or any(self._empty):
                 return True
             if list(map(dict.get, self._held_by, self._names)) != self._held:
                 return True
