@@ -41,6 +41,8 @@ HEAD, ORIGIN, LOST, HOLES, SAMPLED, WANTED, STARVED, ENROLLED, LAYOUT, EDITS, FO
 COUNTERS = 16
 SIZE = COUNTERS + 6 * WRITERS
 """How many 64-bit numbers a ledger needs."""
+BEGINS, ENDS, SINCE = (COUNTERS + row * WRITERS for row in (2, 3, 4))
+"""Where rows of the table of writers begin."""
 SLOW_NS = 500_000_000
 """A writer that takes longer than this may be dead, and is no longer waited for by readers."""
 PATIENCE_S = 60.0
@@ -54,10 +56,10 @@ class _Counter:
         self._place = place
 
     def __get__(self, ledger: Ledger, owner: type[Ledger] | None = None) -> int:
-        return int(ledger.numbers[self._place])
+        return ledger.cells[self._place]
 
     def __set__(self, ledger: Ledger, value: int) -> None:
-        ledger.numbers[self._place] = value
+        ledger.cells[self._place] = value
 
 
 class Ledger:
@@ -85,6 +87,8 @@ class Ledger:
     def __init__(self, numbers: np.ndarray | None = None, lock: AbstractContextManager[Any] | None = None) -> None:
         """Keep count in `numbers` `[SIZE]` under `lock`; by default, for the threads of this process."""
         self.numbers = np.zeros(SIZE, np.int64) if numbers is None else numbers
+        self.cells = self.numbers.data
+        """The same, for one at a time: numpy takes twice as long."""
         self._is_local = lock is None
         self.is_ordered = lock is None or keeps_order()
         """Whether a stamp that is seen without the lock tells that its row is there."""
@@ -187,7 +191,7 @@ class Ledger:
         while True:
             with self.lock:
                 slot = self._own_slot()
-                if self._begins[slot] != self._ends[slot]:
+                if self.cells[BEGINS + slot] != self.cells[ENDS + slot]:
                     self._write_off(slot)  # a write of ours was interrupted just before or after the copy
                 begin = self.head + skipped
                 ahead = None if self._is_local else self._in_the_way(begin, rows)
@@ -205,14 +209,17 @@ class Ledger:
         if not self._is_local:
             vain = self._ends > self.head  # killed before they moved the head: what they noted is taken by us
             self._begins[vain] = self._ends[vain]
-        self._since[slot] = time.monotonic_ns()
-        self._begins[slot] = self._ends[slot] = begin
-        self._ends[slot] = begin + rows
-        self.head = begin + rows
+        cells = self.cells
+        cells[SINCE + slot] = time.monotonic_ns()
+        cells[BEGINS + slot] = cells[ENDS + slot] = begin
+        cells[ENDS + slot] = cells[HEAD] = begin + rows
         if self.holes:  # those that are now overwritten are no holes any more
             former = np.arange(begin, begin + rows) - self.capacity
             missing = self.stamps[former % self.capacity] != former + 1
             self.holes = max(0, self.holes - int((missing & (former >= self.origin)).sum()))
+        if rows == 1:  # as with a frame at a time
+            self.stamps[begin % self.capacity] = EMPTY
+            return
         for part in self.parts(begin, rows):
             self.stamps[part] = EMPTY
 
@@ -225,17 +232,20 @@ class Ledger:
                 self._stamp(begin, rows)
         slot = self._slot
         assert slot is not None
-        is_late = time.monotonic_ns() - self._since[slot] > SLOW_NS
-        self._begins[slot] = self._ends[slot]
+        is_late = time.monotonic_ns() - self.cells[SINCE + slot] > SLOW_NS
+        self.cells[BEGINS + slot] = self.cells[ENDS + slot]
         if is_late:  # readers have gone past these rows, and must look at them again
             with self.lock:
                 self.edits += 1
 
     def _stamp(self, begin: int, rows: int) -> None:
         position = begin + 1
+        if rows == 1:
+            self.stamps[begin % self.capacity] = position
+            return
         for part in self.parts(begin, rows):
             count = part.stop - part.start
-            self.stamps[part] = np.arange(position, position + count) if count > 1 else position
+            self.stamps[part] = np.arange(position, position + count)
             position += count
 
     def give_up(self) -> None:

@@ -188,10 +188,9 @@ class Pace:
 
     def await_insert(self, frames: int, batch_size: int | None, stopping: Callable[[], bool] | None) -> None:
         """Until `frames` may be written, or we are `stopping`."""
-        limiter, begun = self._limiter, time.monotonic()
-        if limiter is None:
+        if (limiter := self._limiter) is None:
             return
-        ledger = self._storage.ledger
+        ledger, begun = self._storage.ledger, time.monotonic()
         while not limiter.may_insert(
             frames, max(batch_size or 1, ledger.wanted), self._storage.write_count, ledger.sampled
         ):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swath.data import checkpoint_files, checkpoints
 from swath.data.drawing import Drawer
-from swath.data.forms import Entries, Form, TensorDictForm, as_tensor
+from swath.data.forms import Entries, Form, as_tensor
 from swath.data.pacing import Feeder, RateLimiter
 from swath.data.prefetching import Prefetcher, Sampled
 from swath.data.samplers import RandomSampler, Sampler
@@ -176,7 +176,7 @@ class ReplayBuffer:
             return torch.empty(0, dtype=torch.int64, device="cpu")
         self._drawer.pace.await_insert(math.prod(shape), self.batch_size, stopping)
         with storage.ledger.writing:
-            where = storage.write_entries(form or TensorDictForm(), entries, shape, seams, source)
+            where = storage.write_entries(form, entries, shape, seams, source)
         self._drawer.pace.notify()
         return where
 

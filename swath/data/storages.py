@@ -139,7 +139,9 @@ class Storage(ABC):
             raise
         ledger.commit(begin, kept)
         self._last = (source, begin + kept)
-        return np.arange(begin + kept - rows, begin + kept) % ledger.capacity
+        first = (begin + kept - rows) % ledger.capacity
+        where_all = np.arange(first, first + rows)
+        return where_all if first + rows <= ledger.capacity else where_all % ledger.capacity
 
     def make_room(self, rows: int) -> None:
         """Be sure that the first `rows` rows can be written, or raise. With the ledger's lock."""

@@ -270,25 +270,29 @@ class TensorStorage(Storage):
 
     def write_entries(
         self,
-        form: Form,
+        form: Form | None,
         entries: Entries,
         shape: Sequence[int],
         seams: np.ndarray | None = None,
         source: Any = None,
     ) -> Tensor:
-        """Write `entries` `[*shape, ...]`, `shape` being lanes and time; returns where, as users know it."""
+        """Write `entries` `[*shape, ...]`, `shape` being lanes and time; returns where, as users know it.
+
+        `form` is how the first are put together when they are read, and all that come later; None is a TensorDict.
+        """
         *lanes, rows = shape
         if not self.is_ready:
             if self._follows_data:
                 self.device = next(iter(entries.values())).device
-            self.lay_out(StorageLayout.of(form, entries, lanes, self.max_size))
+            self.lay_out(StorageLayout.of(form or TensorDictForm(), entries, lanes, self.max_size))
         layout = self._known_layout()
         dims, pairs = len(layout.dims), self._pairs(layout, entries, tuple(lanes), rows)
 
         def put(where: slice, which: slice) -> None:
             at, of = ((slice(None), where), (slice(None), which)) if dims else (where, which)
+            is_all = which.stop - which.start == rows
             for target, given in pairs:
-                target[at] = given[of]
+                target[at] = given if is_all else given[of]
 
         return layout.public_index_of_rows(self.write(rows, put, seams, source))
 

@@ -90,9 +90,12 @@ class EpsilonGreedyStage(RowsStage):
     def begin(self, steps: int, generator: torch.Generator | None) -> None:
         """Draw when, and which: one number says both, as those below epsilon are as random as all."""
         (action,) = self._rows
-        choices, epsilon = int(self._space.n), float(self._part.eps)
-        drawn = self._draw((steps, len(action)), torch.float64).uniform_(generator=generator).numpy()
-        when = drawn < epsilon
+        epsilon, space = float(self._part.eps), self._draw((steps, len(action)), torch.float64)
+        drawn = (space.uniform_() if generator is None else space.uniform_(generator=generator)).numpy()
+        self._noise = []
+        if (drawn.item() if drawn.size == 1 else drawn.min(initial=1.0)) >= epsilon:  # as in most small slots
+            return
+        when, choices = drawn < epsilon, int(self._space.n)
         which = np.where(when, drawn / (epsilon or 1.0), 0.0) * choices
         others = which.astype(np.int64)
         if action.ndim == 1:
@@ -101,8 +104,9 @@ class EpsilonGreedyStage(RowsStage):
             self._noise = [when[..., None], np.eye(choices, dtype=action.dtype)[others]]
 
     def _work(self, rows: list[np.ndarray], noise: list[np.ndarray]) -> None:
-        when, others = noise
-        np.copyto(rows[0], others, where=when)
+        if noise:
+            when, others = noise
+            np.copyto(rows[0], others, where=when)
 
 
 class GaussianNoiseStage(RowsStage):
