@@ -322,7 +322,10 @@ class RolloutLoop:
             rewards = self._rewards(slot, steps)
         frames = slot.lanes * steps
         if has_ended := has_ended or self._may_be_cut_off:  # not so in most small batches
-            frames = self._mark_ends(slot, steps, rewards)
+            if steps == 1 and bound is not None and bound.ids is not None and not self._may_be_cut_off:
+                self._mark_ends_of_step(slot.columns, bound.ids, rewards)
+            else:
+                frames = self._mark_ends(slot, steps, rewards)
         else:
             if bound is not None and bound.ids is not None:
                 bound.ids[...] = lanes.ids.current
@@ -342,6 +345,15 @@ class RolloutLoop:
         begun = self.steps
         self.steps = begun + steps
         return Receipt(steps, frames, self._acting, begun, None, stats.frames)
+
+    def _mark_ends_of_step(self, columns: Mapping[Key, Any], ids: np.ndarray, rewards: np.ndarray) -> None:
+        """Do as `_mark_ends` does, in a third of the time, for a slot of one step: there is nothing behind an end."""
+        over = np.logical_or(columns[NEXT_TERMINATED], columns[NEXT_TRUNCATED], out=columns[NEXT_DONE])
+        lanes = over.nonzero()[0].tolist()
+        ids[...] = self.lanes.ids.current
+        self.lanes.ids.renew(lanes)
+        self.lanes.meter.go_on(rewards)
+        self.lanes.meter.end(lanes, self.stats)
 
     def _mark_ends(self, slot: Slot, steps: int, rewards: np.ndarray) -> int:
         """Write where episodes have ended, and the ids on either side; count these, and the frames."""

@@ -109,6 +109,15 @@ class EpisodeMeter:
             self.returns += reward.sum(1, dtype=np.float64)
         self._steps += reward.shape[1]
 
+    def end(self, lanes: list[int], stats: RolloutStats) -> None:
+        """Count the episodes of `lanes`, which have ended with the last step that was counted."""
+        every, lengths = self.returns, self.lengths
+        stats.episodes += len(lanes)
+        for lane in lanes:
+            stats.returns.append(every.item(lane))
+            stats.lengths.append(lengths.item(lane))
+            every[lane] = lengths[lane] = 0
+
     def measure(
         self,
         reward: np.ndarray,

@@ -44,10 +44,6 @@ class TrajectoryIds:
         New trajectories are numbered in the order in which they begin, lanes in order where they begin together.
         """
         lanes, steps = done.shape
-        if steps == 1:  # as is quicker
-            out[:] = self.current[:, None]
-            self.renew(done.nonzero()[0].tolist())
-            return
         (ends,) = done.T.reshape(-1).nonzero()
         if len(ends) <= FEW:
             out[:] = self.current[:, None]
