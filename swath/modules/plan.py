@@ -295,9 +295,8 @@ class Composition:
         self._full = [own[name] for own, name in full]
         self._filled = list(map(dict, self._full))
         """Where modules and weights are kept, and which they are,"""
-        self._rows = [own[name] for own, name in full if name == "_modules" and len(own[name]) > 1]
-        self._order = list(chain.from_iterable(self._rows))
-        """the names of those that run one after the other, in their order,"""
+        self._series = [own[name] for own, name in full if name == "_modules" and len(own[name]) > 1]
+        self._order = list(chain.from_iterable(self._series))  # as they run
         open_ = [vars(module) for module in modules if isinstance(module, CONTAINERS) or not _is_torchs(module)]
         inner = [own[name] for own in open_ for name in ("_modules", "_parameters")]
         inner += [own[name] for own in self._attributes for name in ("_forward_hooks", "_forward_pre_hooks")]
@@ -357,7 +356,7 @@ class Composition:
     def has_changed(self) -> bool:
         """Whether it is made of something else by now."""
         try:
-            if self._full != self._filled or list(chain.from_iterable(self._rows)) != self._order or any(self._empty):
+            if self._full != self._filled or list(chain.from_iterable(self._series)) != self._order or any(self._empty):
                 return True
             if list(map(dict.get, self._held_by, self._names)) != self._held:
                 return True

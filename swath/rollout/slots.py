@@ -70,7 +70,7 @@ class Slot:
         self.claim: object = np.empty(0)
         """Something that keeps the slot from being used for anything else for as long as it is held."""
         self._holders = [self.claim, *self._shaped.values()]
-        self._storage = 0 if self._whole is None else self._whole.untyped_storage()._cdata
+        self._storage = None if self._whole is None else self._whole.untyped_storage()
         self._address = 0 if self._whole is None else self._whole.data_ptr()
         self._unheld = self._counts()
         self.whole = Place(memory, 0, self.lanes)
@@ -101,9 +101,9 @@ class Slot:
 
     def _counts(self) -> list[int]:
         """How many hold the claim, and what is handed out."""
-        if count_holders is None or not self._storage:
+        if count_holders is None or self._storage is None:
             return list(map(getrefcount, self._holders))
-        return [getrefcount(self.claim), count_holders(self._storage)]
+        return [getrefcount(self.claim), getrefcount(self._storage), count_holders(self._storage._cdata)]
 
     def array(self, key: Key) -> np.ndarray:
         """The column `key` as an array; a copy of it, if it lies on another device."""

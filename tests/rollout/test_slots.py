@@ -153,6 +153,50 @@ def test_tensors_lie_over_the_slots_memory_and_part_of_a_slot_is_copied() -> Non
     assert single.is_contiguous()
 
 
+KEPT: dict[str, Callable[[torch.Tensor], object]] = {
+    "view": lambda tensor: tensor.reshape(-1)[1:],
+    "array": lambda tensor: tensor.numpy(),
+    "storage": lambda tensor: tensor.untyped_storage(),
+    "gradient": lambda tensor: tensor.requires_grad_(),
+    "packed": lambda tensor: torch.utils.dlpack.to_dlpack(tensor),
+}
+
+
+@pytest.mark.parametrize("what", KEPT)
+@pytest.mark.parametrize("steps", [1, 4])
+def test_whatever_is_kept_of_a_batch_keeps_its_slot(what: str, steps: int) -> None:
+    arena = arena_of((2,))
+    slot = arena.acquire(steps)
+    kept = KEPT[what](slot.batch(list(LEAVES), steps)["vector"])
+    assert not slot.is_free
+    assert arena.acquire(steps) is not slot
+    del kept
+    assert slot.is_free
+    assert arena.acquire(steps) is slot
+
+
+def test_entries_of_a_batch_may_be_changed_beside_gradients_of_others() -> None:
+    batch = arena_of((2,), {key: Leaf((), torch.float32) for key in "ab"}).acquire(1).batch(["a", "b"], 1)
+    loss = batch["a"].requires_grad_().exp().sum()
+    batch["b"].add_(1)
+    loss.backward()
+    assert batch["a"].grad.tolist() == [[1.0], [1.0]]
+
+
+def test_a_batch_that_is_moved_to_shared_memory_takes_its_slot_along() -> None:
+    arena = arena_of((2,))
+    for number in range(1, 4):
+        slot = arena.acquire(1)
+        fill(slot, number)
+        kept = slot.batch(list(LEAVES), 1)
+        assert kept["scalar"].tolist() == [[number]] * 2
+        kept["vector"].share_memory_()
+        assert kept["scalar"].tolist() == [[number]] * 2
+        del kept
+    assert arena.allocated == 3
+    assert len(arena) == 1
+
+
 def test_entries_that_are_not_asked_for_are_not_handed_out() -> None:
     slot = arena_of((2,)).acquire(4)
     assert list(slot.hand_out(["scalar"], 4)) == ["scalar"]
