@@ -242,7 +242,6 @@ def test_what_was_dropped_is_not_reset(make: Make, call: str) -> None:
     until(lambda: is_gone(pid))
     begin: Any = partial(collector.set_seed, 3) if call == "set_seed" else collector.reset
     with pytest.warns(WorkerRestartedWarning, match="dropped, 1 are left"):
-        begin()  # which needs nothing of a worker that has begun anew ahead
-        collector.next()
+        _ = begin(), collector.next()  # the first needs nothing of a worker that has begun anew ahead
     begin()
     assert set(collector.next()["env_index"].tolist()) == {1}
