@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LONGEST = 450
-SIZES = {"swath": 37_780, "tests": 43_910}
+SIZES = {"swath": 37_760, "tests": 43_910}
 """Lines in all: what there is now. They go up only with something new for users, and by no more than that takes."""
 SAME_NAMES = {
     "__init__.py": "packages",
@@ -36,9 +36,7 @@ THIRD_PARTY = {
     "torch.distributed.rpc": (
         "_init_rpc_states _is_current_rpc_agent_set _reset_current_rpc_agent _update_group_membership"
     ),
-    "torch._C": "_storage_Use_Count",
     "torch.Tensor": "_version",
-    "torch.UntypedStorage": "_cdata",
     "torch._ops.OpOverload": "_schema",
     "torch.nn.Module": (
         "_buffers _forward_hooks _forward_hooks_always_called _forward_hooks_with_kwargs _forward_pre_hooks _modules "

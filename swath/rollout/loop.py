@@ -322,7 +322,7 @@ class RolloutLoop:
             rewards = self._rewards(slot, steps)
         frames = slot.lanes * steps
         if has_ended := has_ended or self._may_be_cut_off:  # not so in most small batches
-            if steps == 1 and bound is not None and bound.ids is not None and not self._may_be_cut_off:
+            if steps == slot.steps == 1 and bound and bound.ids is not None and not self._may_be_cut_off:
                 self._mark_ends_of_step(slot.columns, bound.ids, rewards)
             else:
                 frames = self._mark_ends(slot, steps, rewards)

@@ -3,12 +3,10 @@
 NOTE [Slot ownership]: a slot is filled by an engine, then handed to the consumer, and comes back by itself. Delivered
 tensors are new ones each time, and lie over arrays that only the slot has beside them. A tensor, and with it each view
 or slice of it, holds its array: as long as any of these has more references than the slot's own, something of the batch
-is kept. Where entries are few and small, they lie in one storage instead, of which torch counts the holders: to make
-their tensors takes half the time. While a slot is being filled elsewhere, and there is nothing to hand out yet, a claim
-counts the same. A batch of which anything is kept is therefore never overwritten, and one that is let go costs no
-allocation. A child that is forked meanwhile has the batch too, and nobody here hears when it lets go: what is handed
-out then is not used again. Nothing is called when a batch dies; the arena looks when it needs a slot, and only at a
-few, however many are kept.
+is kept. While it is being filled elsewhere, and there is nothing to hand out yet, a claim counts the same. A batch of
+which anything is kept is therefore never overwritten, and one that is let go costs no allocation. A child that is
+forked meanwhile has the batch too, and nobody here hears when it lets go: what is handed out then is not used again.
+Nothing is called when a batch dies; the arena looks when it needs a slot, and only at a few, however many are kept.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
 from sys import getrefcount
 from typing import Any
 
@@ -37,8 +34,6 @@ LOOKS = 8
 """How many slots in use are looked at, in turn, whenever one is needed."""
 FEW = 16
 """Slots that may each keep a descriptor."""
-count_holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-"""How many tensors and others hold a storage."""
 
 
 class Slot:
@@ -59,20 +54,16 @@ class Slot:
             key: tensor.numpy() if self._is_on_cpu else tensor for key, tensor in self.tensors.items()
         }
         """Arrays on the CPU, tensors elsewhere."""
-        piece = None if self.is_shared or not self._is_on_cpu or count_holders is None else memory.piece
-        with trainable():
-            self._whole = None if piece is None else torch.from_numpy(piece)
-            """The storage of all entries, if they have one."""
-            self._shaped = {key: self._handed_out(key) for key in self.columns if self._is_on_cpu}
-            """The same as they are handed out, arrays or tensors over that storage; see NOTE [Slot ownership]."""
-        self._make: Callable[[Any], Tensor] = torch.from_numpy if self._whole is None else attrgetter("data")
-        """Makes a tensor of one of these, that knows nothing of others over the same memory."""
+        self._shaped = {
+            key: column.reshape(self._shape_of(column)).view()
+            for key, column in self.columns.items()
+            if self._is_on_cpu
+        }
+        """The same as they are handed out; see NOTE [Slot ownership]."""
         self.claim: object = np.empty(0)
         """Something that keeps the slot from being used for anything else for as long as it is held."""
         self._holders = [self.claim, *self._shaped.values()]
-        self._storage = None if self._whole is None else self._whole.untyped_storage()
-        self._address = 0 if self._whole is None else self._whole.data_ptr()
-        self._unheld = self._counts()
+        self._unheld = list(map(getrefcount, self._holders))
         self.whole = Place(memory, 0, self.lanes)
         """Where a worker writes that has the slot for itself."""
         self._places: dict[int, Place] = {}
@@ -92,19 +83,6 @@ class Slot:
     def _shape_of(self, column: Any) -> tuple[int, ...]:
         return (*self.batch_size, self.steps, *column.shape[2:])
 
-    def _handed_out(self, key: Key) -> Any:
-        column, tensor, whole = self.columns[key], self.tensors[key], self._whole
-        if whole is None:
-            return column.reshape(self._shape_of(column)).view()
-        begin = tensor.data_ptr() - whole.data_ptr() if tensor.numel() else 0
-        return whole[begin : begin + tensor.nbytes].view(tensor.dtype).view(self._shape_of(column))
-
-    def _counts(self) -> list[int]:
-        """How many hold the claim, and what is handed out."""
-        if count_holders is None or self._storage is None:
-            return list(map(getrefcount, self._holders))
-        return [getrefcount(self.claim), getrefcount(self._storage), count_holders(self._storage._cdata)]
-
     def array(self, key: Key) -> np.ndarray:
         """The column `key` as an array; a copy of it, if it lies on another device."""
         column = self.columns[key]
@@ -119,11 +97,7 @@ class Slot:
     @property
     def is_free(self) -> bool:
         """Whether there is no claim to it, and nothing of the last delivery is held."""
-        if self._counts() != self._unheld:
-            return False
-        if self._whole is not None and self._whole.data_ptr() != self._address:
-            self.is_retired = True  # whoever had it has moved it to memory that processes share
-        return True
+        return list(map(getrefcount, self._holders)) == self._unheld
 
     @property
     def is_mostly_let_go(self) -> bool:
@@ -131,7 +105,7 @@ class Slot:
 
         Not so where all entries lie in one piece of memory, or if there is a claim to it.
         """
-        counts = self._counts()
+        counts = list(map(getrefcount, self._holders))
         if self.memory.block is not None or counts[0] != self._unheld[0]:
             return False
         sizes = [array.nbytes for array in self._shaped.values()]
@@ -155,7 +129,8 @@ class Slot:
         A slot that is not full is copied instead where its lanes would not lie behind each other.
         """
         if self._is_on_cpu:
-            entries = {key: self._make(self._shaped[key]) for key in keys}
+            shaped, from_array = self._shaped, torch.from_numpy
+            entries = {key: from_array(shaped[key]) for key in keys}
         else:
             entries = {key: self.tensors[key].reshape(self._shape_of(self.tensors[key])) for key in keys}
         if steps < self.steps:
@@ -175,7 +150,7 @@ class Slot:
         if self._form is None or self._form[0] is not keys:
             order, size = list(self._shaped), (*self.batch_size, steps)
             places = tuple((key, order.index(key) + 1) for key in keys)
-            self._form = keys, mould(places, None, tuple(time_named(size)), self._make), torch.Size(size)
+            self._form = keys, mould(places, None, tuple(time_named(size)), torch.from_numpy), torch.Size(size)
         return self._form[1](self._holders, self._form[2])
 
 
@@ -230,7 +205,7 @@ class Arena:
             for _ in range(len(in_use)):
                 slot = in_use[0]
                 in_use.rotate(-1)
-                if slot.steps == steps and slot.is_free and not slot.is_retired:
+                if slot.steps == steps and not slot.is_retired and slot.is_free:
                     return slot
         for _ in range(min(LOOKS, len(in_use))):
             slot = in_use.popleft()
