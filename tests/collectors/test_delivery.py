@@ -166,7 +166,7 @@ def test_split_trajectories(make: Make, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("form", ["padded", "cat"])
 @over([*WORKERS_HERE, *SPREAD])
-def test_whole_episodes_of_all_workers(make: Make, form: str) -> None:
+def test_whole_episodes_of_all_workers(make: Make, kind: Kind, form: str) -> None:
     lengths, found = [3, 9, 4], []
     check = assert_whole_episodes if form == "padded" else assert_whole_in_a_row
     collector = make(
@@ -177,7 +177,9 @@ def test_whole_episodes_of_all_workers(make: Make, form: str) -> None:
         assert len(episodes) == 4
         found += episodes
     assert len(found) == len(set(found))
-    assert {lane for lane, _ in found} == {0, 1, 2, 3}
+    lanes = {lane for lane, _ in found}
+    # Where a batch is of whoever is first, one worker may be so much quicker that there are no others.
+    assert lanes == {0, 1, 2, 3} or (not kind.joins and lanes in ({0, 1}, {2, 3}))
     stats = collector.stats()
     assert sum(lengths[episode % 3] for _, episode in found) + stats["dropped_frames"] == stats["frames"] == 320
 
