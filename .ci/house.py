@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LONGEST = 450
-SIZES = {"swath": 37_760, "tests": 43_910}
+SIZES = {"swath": 37_760, "tests": 43_920}
 """Lines in all: what there is now. They go up only with something new for users, and by no more than that takes."""
 SAME_NAMES = {
     "__init__.py": "packages",

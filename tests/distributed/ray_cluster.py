@@ -93,7 +93,13 @@ class RayCluster:
         node.warden.close()
 
     def complete(self) -> None:
-        """Have two nodes again, whatever was added or removed."""
+        """Have two nodes again, whatever was added or removed, or is taken for dead as it was slow to answer."""
+        import ray
+
+        alive = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]} if ray.is_initialized() else None
+        for node in self.nodes[1:]:
+            if alive is not None and node.address not in alive:
+                self.remove_node(node)
         for node in self.nodes[NODES:]:
             self.remove_node(node)
         while len(self.nodes) < NODES:
