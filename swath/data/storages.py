@@ -140,8 +140,8 @@ class Storage(ABC):
         ledger.commit(begin, kept)
         self._last = (source, begin + kept)
         first = (begin + kept - rows) % ledger.capacity
-        where_all = np.arange(first, first + rows)
-        return where_all if first + rows <= ledger.capacity else where_all % ledger.capacity
+        index = np.arange(first, first + rows)
+        return index if first + rows <= ledger.capacity else index % ledger.capacity
 
     def make_room(self, rows: int) -> None:
         """Be sure that the first `rows` rows can be written, or raise. With the ledger's lock."""
